@@ -1,0 +1,44 @@
+// Transfer: one recorded copy, from a strided view of a file to a strided view of memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "transform/element.h"
+
+namespace weightlift {
+
+// One dimension of a transfer: both sides have the same sizes, each its own strides, in bytes and never negative.
+struct Dim {
+  int64_t size;
+  int64_t src_stride;  // 0: the source repeats (expand)
+  int64_t dst_stride;
+  bool operator==(const Dim&) const = default;
+};
+
+// Canonical form (made by canonicalise(), relied upon by everything behind it): no dimension of size 1; source strides
+// descend, so that counting elements in this order ("source order") walks the file forwards; neighbouring dimensions
+// that are one on both sides are merged. A scalar, or a copy of one element, has no dimensions. Every size is > 0.
+struct Transfer {
+  int64_t id = 0;          // position in the program; errors and completions name it
+  int32_t file = 0;        // index of the file
+  ElementType src_type{};  // as on disk
+  ElementType dst_type{};  // as in memory: equal to src_type (bytes are moved) or another float (numbers are converted)
+  int64_t src_offset = 0;  // of the first element, from the start of the file, bytes
+  std::byte* dst = nullptr;
+  std::vector<Dim> dims;
+
+  int64_t num_elements() const {
+    int64_t n = 1;
+    for (const Dim& dim : dims) n *= dim.size;
+    return n;
+  }
+};
+
+// Brings a transfer with dims in any order into canonical form. A copy between two contiguous views becomes one of
+// bytes, so that it may be cut anywhere. REQUIRES: sizes > 0, strides >= 0.
+Transfer make_transfer(int64_t id, int32_t file, ElementType src_type, int64_t src_offset, ElementType dst_type,
+                       std::byte* dst, std::vector<Dim> dims);
+
+}  // namespace weightlift

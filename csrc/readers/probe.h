@@ -1,0 +1,21 @@
+// Whether a file can be read past the page cache, found out by trying.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace weightlift {
+
+struct DirectIo {
+  bool usable = false;           // O_DIRECT reads work, at these alignments
+  bool proven = false;           // they do bypass the page cache; some file systems accept the flag and don't
+  int64_t memory_alignment = 0;  // bytes, a power of two; of the buffer's address
+  int64_t offset_alignment = 0;  // bytes, a power of two; of the offset and the length of a read
+  std::string reason;            // one sentence: why not usable, or "direct (unproven): ..."; else empty
+};
+
+// Tries direct reads of a regular file: one block, or two where the file system does not tell its alignment. The answer
+// holds for the files of one file system alike, save for odd ones (encrypted, compressed, inline). Never throws.
+DirectIo probe_direct(const char* path);
+
+}  // namespace weightlift

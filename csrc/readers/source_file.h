@@ -1,0 +1,58 @@
+// SourceFile: one file of the checkpoint, open for the ways it is read in, and known to be the one that was parsed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "plan/planner.h"
+#include "readers/probe.h"
+#include "readers/residency.h"
+#include "util/fault.h"
+#include "util/unique_fd.h"
+
+namespace weightlift {
+
+// What a file was when its header was parsed. A file that has become another one would be read at wrong offsets.
+struct FileIdentity {
+  int64_t size = 0;
+  uint64_t device = 0;
+  uint64_t inode = 0;
+  int64_t mtime_ns = 0;
+};
+
+// Which way to read: the user's choice, or by what is found.
+enum class Strategy { kAuto, kDirect, kBuffered };
+
+class SourceFile {
+ public:
+  SourceFile(int32_t index, std::string path, const FileIdentity& identity)
+      : index_(index), path_(std::move(path)), identity_(identity) {}
+
+  const std::string& path() const { return path_; }
+
+  // Opens the file, if it is not open, and probes direct I/O unless the strategy rules it out. Returns a fault when the
+  // file can't be opened, is not the file it was, or direct I/O was demanded and can't be had.
+  Fault open(Strategy strategy);
+  void close();
+
+  int buffered_fd() const { return buffered_.get(); }
+  int direct_fd() const { return direct_.get(); }
+  // Valid once open(), and kept after close().
+  const DirectIo& direct_io() const { return direct_io_; }
+
+  // How to read [range.begin, range.end). REQUIRES: open.
+  ReadMode mode_of(Strategy strategy, ByteRange range) const;
+
+ private:
+  int32_t index_;
+  std::string path_;
+  FileIdentity identity_;
+  UniqueFd buffered_;
+  UniqueFd direct_;
+  DirectIo direct_io_{};
+  bool probed_ = false;
+  std::unique_ptr<Residency> residency_;
+};
+
+}  // namespace weightlift

@@ -1,0 +1,80 @@
+// The numeric conversions, one definition of each, for the host and for CUDA: bits in, bits out.
+//
+// They give what torch's CPU copy_ gives, bit for bit: nearest, ties to even; overflow to infinity; subnormal numbers
+// are kept on both sides. NaN is as on a CPU with AVX2:
+//   float32 -> float16, bfloat16 -> float16   sign and upper payload bits kept, made quiet
+//   float16 -> bfloat16                       0x7fc0
+//   bfloat16 -> float32                       all bits kept
+// In two pairs torch's own code paths disagree about the bits of a NaN, and one of them is followed:
+//   float32 -> bfloat16   0x7fc0, as for strided operands (torch's contiguous path gives 0xffff)
+//   float16 -> float32    sign and payload kept, made quiet, as torch's vectors do (the elements left over at the end
+//   of a
+//                         contiguous tensor, which fill no vector, become 0x7fffffff in torch)
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define WEIGHTLIFT_HOST_DEVICE __host__ __device__
+#else
+#define WEIGHTLIFT_HOST_DEVICE
+#endif
+
+namespace weightlift {
+
+namespace internal {
+
+WEIGHTLIFT_HOST_DEVICE inline float float_from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint32_t bits_from_float(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+}  // namespace internal
+
+WEIGHTLIFT_HOST_DEVICE inline uint32_t bfloat16_to_float32(uint16_t bits) { return static_cast<uint32_t>(bits) << 16; }
+
+WEIGHTLIFT_HOST_DEVICE inline uint16_t float32_to_bfloat16(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>(magnitude > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint32_t float16_to_float32(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+  const uint32_t magnitude = bits & 0x7fff;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);  // the exponent's bias grows from 15 to 127
+  const uint32_t special = magnitude << 13 | 0x7f800000 | (magnitude > 0x7c00 ? 0x400000 : 0);
+  // Exact, and never subnormal as float32: no flush-to-zero mode of the machine can change it.
+  const uint32_t subnormal = internal::bits_from_float(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  return sign | (magnitude < 0x400 ? subnormal : magnitude < 0x7c00 ? normal : special);
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint16_t float32_to_float16(uint32_t bits) {
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // 0.5 has the unit of float16's subnormals, 2^-24, as its last place: the addition rounds to it.
+  const uint32_t subnormal = internal::bits_from_float(internal::float_from_bits(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;  // 2^-14, the smallest normal number
+  const uint32_t number = magnitude < 0x477ff000 ? finite : 0x7c00;     // 65520, half way to what would be 2^16
+  return static_cast<uint16_t>(sign | (magnitude > 0x7f800000 ? nan : number));
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint16_t float16_to_bfloat16(uint16_t bits) {
+  return float32_to_bfloat16(float16_to_float32(bits));
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint16_t bfloat16_to_float16(uint16_t bits) {
+  return float32_to_float16(bfloat16_to_float32(bits));
+}
+
+}  // namespace weightlift

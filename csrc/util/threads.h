@@ -1,0 +1,29 @@
+// Threads of the core: named for debuggers, and deaf to signals, which belong to the main thread (Ctrl-C).
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <thread>
+#include <utility>
+
+namespace weightlift {
+
+// REQUIRES: name has at most 15 characters. Throws std::system_error when there can be no more threads.
+template <typename Function>
+std::thread start_thread(const char* name, Function&& function) {
+  struct SignalsBlocked {  // a new thread inherits the mask
+    sigset_t before;
+    SignalsBlocked() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  } blocked;
+  std::thread thread(std::forward<Function>(function));
+  pthread_setname_np(thread.native_handle(), name);
+  return thread;
+}
+
+}  // namespace weightlift
