@@ -1,0 +1,312 @@
+// weightlift._C: the core for Python. Arrays of numbers in, statistics out; nothing here decides anything.
+//
+// Memory is passed as addresses (torch's data_ptr()); who passes one keeps the memory alive, as the core's headers say.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/geometry.h"
+#include "plan/ledger.h"
+#include "readers/make_reader.h"
+#include "readers/probe.h"
+#include "readers/residency.h"
+#include "readers/uring_reader.h"
+#include "staging/pages.h"
+#include "staging/pipeline.h"
+#include "transform/copy.h"
+#include "util/unique_fd.h"
+
+#include <fcntl.h>
+
+namespace py = pybind11;
+
+namespace weightlift {
+namespace {
+
+int64_t to_int(PyObject* number) {
+  const int64_t value = PyLong_AsLongLong(number);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+// Element types cross the border as their position in the enumeration.
+ElementType to_type(int code) {
+  if (code < 0 || code > static_cast<int>(ElementType::kBFloat16)) throw std::invalid_argument("unknown element type");
+  return static_cast<ElementType>(code);
+}
+
+std::vector<RegionDim> to_region_dims(const py::tuple& sizes, const py::tuple& strides, int64_t item_bytes) {
+  std::vector<RegionDim> dims(sizes.size());
+  if (strides.size() != dims.size()) throw std::invalid_argument("sizes and strides differ in length");
+  for (size_t i = 0; i < dims.size(); ++i) {
+    dims[i] = {to_int(PyTuple_GET_ITEM(sizes.ptr(), i)), to_int(PyTuple_GET_ITEM(strides.ptr(), i)) * item_bytes};
+  }
+  return dims;
+}
+
+Region to_region(int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+  return Region(address, item_bytes, to_region_dims(sizes, strides, item_bytes));
+}
+
+Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
+                     int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) {
+  std::vector<Dim> dims(sizes.size());
+  if (src_strides.size() != dims.size() || dst_strides.size() != dims.size()) {
+    throw std::invalid_argument("sizes and strides differ in length");
+  }
+  const int64_t src_item = element_bytes(to_type(src_type));
+  const int64_t dst_item = element_bytes(to_type(dst_type));
+  for (size_t i = 0; i < dims.size(); ++i) {
+    dims[i] = {to_int(PyTuple_GET_ITEM(sizes.ptr(), i)), to_int(PyTuple_GET_ITEM(src_strides.ptr(), i)) * src_item,
+               to_int(PyTuple_GET_ITEM(dst_strides.ptr(), i)) * dst_item};
+    if (dims[i].size <= 0) throw std::invalid_argument("an empty copy is no transfer");
+  }
+  Transfer transfer = make_transfer(id, file, to_type(src_type), src_offset, to_type(dst_type),
+                                    reinterpret_cast<std::byte*>(dst), std::move(dims));
+  if (!can_convert(transfer.src_type, transfer.dst_type))
+    throw std::invalid_argument("no conversion between these types");
+  return transfer;
+}
+
+py::list to_pairs(const std::vector<ByteRange>& ranges) {
+  py::list pairs;
+  for (const ByteRange& range : ranges) pairs.append(py::make_tuple(range.begin, range.end));
+  return pairs;
+}
+
+const char* name_of(FaultKind kind) {
+  switch (kind) {
+    case FaultKind::kNone:
+      return "none";
+    case FaultKind::kOpen:
+      return "open";
+    case FaultKind::kChanged:
+      return "changed";
+    case FaultKind::kEndOfFile:
+      return "end_of_file";
+    case FaultKind::kRead:
+      return "read";
+    case FaultKind::kUnavailable:
+      return "unavailable";
+    case FaultKind::kCancelled:
+      return "cancelled";
+  }
+  return "none";
+}
+
+Strategy to_strategy(const std::string& name) {
+  if (name == "auto") return Strategy::kAuto;
+  if (name == "direct") return Strategy::kDirect;
+  if (name == "buffered") return Strategy::kBuffered;
+  throw std::invalid_argument("unknown strategy: " + name);
+}
+
+Backend to_backend(const std::string& name) {
+  if (name == "auto") return Backend::kAuto;
+  if (name == "io_uring") return Backend::kUring;
+  if (name == "pread") return Backend::kPread;
+  throw std::invalid_argument("unknown backend: " + name);
+}
+
+std::unique_ptr<Pipeline> make_pipeline(const std::string& strategy, const std::string& backend, int queue_depth,
+                                        int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
+                                        int64_t merge_gap_bytes, bool advise_hugepages) {
+  if (chunk_bytes < 65536 || chunk_bytes % 65536 != 0 || kMaxReadBytes < chunk_bytes) {
+    throw std::invalid_argument("chunk_bytes must be a multiple of 64 KiB, at most 1 GiB");
+  }
+  if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
+  PipelineOptions options;
+  options.strategy = to_strategy(strategy);
+  options.chunk_bytes = chunk_bytes;
+  options.staging_bytes = staging_bytes;
+  options.merge_gap_bytes = merge_gap_bytes;
+  options.num_workers = num_threads;
+  options.advise_hugepages = advise_hugepages;
+  const ReaderOptions reader_options{to_backend(backend), queue_depth, num_threads};
+  options.make_reader = [reader_options](bool direct, std::string* fallback) {
+    return make_reader(reader_options, direct, fallback);
+  };
+  return std::make_unique<Pipeline>(std::move(options));
+}
+
+py::object fault_of(const Pipeline& pipeline) {
+  const Fault fault = pipeline.fault();
+  if (!fault) return py::none();
+  return py::make_tuple(name_of(fault.kind), fault.error, fault.file, fault.offset, fault.transfer_id, fault.detail);
+}
+
+py::dict stats_of(const Pipeline& pipeline) {
+  const PipelineStats stats = pipeline.stats();
+  py::list files;
+  for (size_t i = 0; i < stats.files.size(); ++i) {
+    const DirectIo direct_io = pipeline.direct_io(static_cast<int32_t>(i));
+    files.append(py::dict(py::arg("direct_bytes") = stats.files[i].direct_bytes,
+                          py::arg("buffered_bytes") = stats.files[i].buffered_bytes,
+                          py::arg("direct_usable") = direct_io.usable, py::arg("direct_proven") = direct_io.proven,
+                          py::arg("offset_alignment") = direct_io.offset_alignment,
+                          py::arg("direct_reason") = direct_io.reason));
+  }
+  return py::dict(py::arg("bytes_needed") = stats.bytes_needed, py::arg("bytes_read") = stats.bytes_read,
+                  py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("num_reads") = stats.num_reads,
+                  py::arg("num_transfers") = stats.num_transfers, py::arg("buffered_reader") = stats.readers[0],
+                  py::arg("direct_reader") = stats.readers[1], py::arg("direct_registered") = stats.registered[1],
+                  py::arg("fallbacks") = stats.fallbacks, py::arg("files") = files);
+}
+
+// Whether no two elements of the destination share a byte, as far as strides tell it simply.
+bool destination_is_nested(const Transfer& transfer) {
+  Transfer mirrored = transfer;
+  for (Dim& dim : mirrored.dims) std::swap(dim.src_stride, dim.dst_stride);
+  mirrored.src_type = transfer.dst_type;
+  canonicalise(mirrored.dims);
+  return source_is_nested(mirrored) &&
+         std::none_of(mirrored.dims.begin(), mirrored.dims.end(), [](const Dim& dim) { return dim.src_stride == 0; });
+}
+
+int64_t resident_bytes(const std::string& path, int64_t offset, int64_t length) {
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) return -errno;
+  return Residency(fd.get()).resident_bytes(offset, length);
+}
+
+std::string uring_refusal() {
+  std::string refusal;
+  make_uring_reader({1}, &refusal);
+  return refusal;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "weightlift's core: see csrc/README.md";
+  using namespace pybind11::literals;  // for "x"_a
+
+  py::class_<Batch>(m, "Batch", "Transfers with disjoint destinations, on their way to a Pipeline.")
+      .def(py::init<>())
+      .def_readonly("label", &Batch::label)
+      .def_readonly("level", &Batch::level)
+      .def(
+          "add",
+          [](Batch& batch, int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
+             int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) {
+            batch.transfers.push_back(
+                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes));
+          },
+          "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
+          "sizes"_a, "Adds a transfer. Strides in elements, offset in bytes.")
+      .def("ids",
+           [](const Batch& batch) {
+             std::vector<int64_t> ids;
+             for (const Transfer& transfer : batch.transfers) ids.push_back(transfer.id);
+             return ids;
+           })
+      .def("__len__", [](const Batch& batch) { return batch.transfers.size(); });
+
+  py::class_<Ledger>(m, "Ledger", "Recorded transfers that have not landed, and the order they must keep.")
+      .def(py::init<>())
+      .def(
+          "record",
+          [](Ledger& ledger, int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
+             int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) -> int64_t {
+            Transfer transfer =
+                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes);
+            if (!source_is_nested(transfer) || !destination_is_nested(transfer)) return -1;
+            ledger.add(std::move(transfer));
+            return ledger.waiting_bytes();
+          },
+          "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
+          "sizes"_a,
+          "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap "
+          "on either side. Strides in elements, offset in bytes.")
+      .def(
+          "add_write",
+          [](Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+            ledger.add_write(to_region(address, item_bytes, sizes, strides));
+          },
+          "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, "Notes a write by other means. strides in elements.")
+      .def(
+          "needed_for",
+          [](const Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes,
+             const py::tuple& strides) { return ledger.needed_for(to_region(address, item_bytes, sizes, strides)); },
+          "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a,
+          "Ids of the pending transfers that must land before the region may be looked at.")
+      .def(
+          "drop_inside",
+          [](Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+            return ledger.drop_inside(to_region(address, item_bytes, sizes, strides));
+          },
+          "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, "Drops waiting transfers that the region covers.")
+      .def("start", py::overload_cast<>(&Ledger::start), "All waiting transfers, as batches of ascending level.")
+      .def("start_only", py::overload_cast<const std::vector<int64_t>&>(&Ledger::start), "ids"_a,
+           "Those of the waiting transfers, as batches of ascending level.")
+      .def("batches_of", &Ledger::batches_of, "ids"_a)
+      .def("landed", &Ledger::landed, "label"_a)
+      .def(
+          "coverage",
+          [](const Ledger& ledger, int64_t address, int64_t num_bytes) {
+            const Ledger::Coverage coverage = ledger.coverage({address, address + num_bytes});
+            return py::make_tuple(to_pairs(coverage.gaps), to_pairs(coverage.doubles));
+          },
+          "address"_a, "num_bytes"_a, "Byte ranges that nobody wrote, and that several transfers wrote.")
+      .def_property_readonly("has_pending", &Ledger::has_pending)
+      .def("pending_ids", &Ledger::pending_ids)
+      .def_property_readonly("num_dropped", &Ledger::num_dropped, "Recorded, and overwritten before they were started.");
+
+  py::class_<Pipeline>(m, "Pipeline",
+                       "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.")
+      .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "backend"_a, "queue_depth"_a, "num_threads"_a,
+           "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
+      .def(
+          "add_file",
+          [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
+            return pipeline.add_file(std::move(path), {size, device, inode, mtime_ns});
+          },
+          "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
+      .def(
+          "submit",
+          [](Pipeline& pipeline, const Batch& batch, bool barrier, bool urgent) {
+            const auto order =
+                urgent ? Pipeline::Order::kUrgent : (barrier ? Pipeline::Order::kBarrier : Pipeline::Order::kAppend);
+            py::gil_scoped_release release;
+            return pipeline.submit(batch.transfers, order);
+          },
+          "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false)
+      .def(
+          "wait",
+          [](Pipeline& pipeline, int64_t segment, double seconds) {
+            py::gil_scoped_release release;
+            return pipeline.wait(segment, std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+          },
+          "segment"_a, "seconds"_a, "True when the segment has landed, or the pipeline has a fault.")
+      .def("take_landed", &Pipeline::take_landed)
+      .def("fault", &fault_of, "None, or (kind, errno, file, offset, transfer id, detail).")
+      .def("cancel", &Pipeline::cancel)
+      .def_property_readonly("bytes_landed", &Pipeline::bytes_landed)
+      .def("stats", &stats_of);
+
+  m.def(
+      "can_convert", [](int src, int dst) { return can_convert(to_type(src), to_type(dst)); }, "src_type"_a,
+      "dst_type"_a);
+  m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
+        "Bytes of the range that are in the page cache, or -errno.");
+  m.def(
+      "probe_direct",
+      [](const std::string& path) {
+        const DirectIo direct_io = probe_direct(path.c_str());
+        return py::make_tuple(direct_io.usable, direct_io.proven, direct_io.offset_alignment,
+                              direct_io.memory_alignment, direct_io.reason);
+      },
+      "path"_a, "(usable, proven, offset alignment, memory alignment, reason)");
+  m.def("uring_refusal", &uring_refusal, "Why io_uring can't be had here; empty when it can.");
+}
+
+}  // namespace weightlift

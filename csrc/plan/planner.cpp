@@ -1,0 +1,303 @@
+#include "plan/planner.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <queue>
+#include <utility>
+
+#include "util/align.h"
+
+namespace weightlift {
+namespace {
+
+// Small reads of one chunk start at multiples of this within the staging buffer (any direct I/O alignment divides it).
+constexpr int64_t kStagingAlignment = 4096;
+// Most reads in one chunk: more would leave workers idle until the last of them has landed.
+constexpr int32_t kMaxReadsPerChunk = 256;
+
+// A stretch of a file that one transfer needs (gaps up to the merge bound included): its elements [first, last).
+struct Span {
+  int64_t begin;
+  int64_t end;
+  int32_t transfer;
+  int64_t first;
+  int64_t last;
+};
+
+struct LaterSpan {
+  bool operator()(const Span& a, const Span& b) const {
+    return std::pair(a.begin, a.transfer) > std::pair(b.begin, b.transfer);
+  }
+};
+
+bool is_plain(const Transfer& transfer) {
+  if (transfer.src_type != transfer.dst_type) return false;
+  if (transfer.dims.empty()) return true;
+  const int64_t item = element_bytes(transfer.src_type);
+  return transfer.dims.size() == 1 && transfer.dims[0].src_stride == item && transfer.dims[0].dst_stride == item;
+}
+
+// Cuts a transfer's source where its gaps are larger than the bound.
+void add_spans(const Transfer& transfer, int32_t position, int64_t merge_gap_bytes, std::vector<Span>& spans) {
+  int64_t extent = element_bytes(transfer.src_type);  // of what lies inside dimension d, in the file
+  int64_t elements = 1;
+  size_t outer = transfer.dims.size();  // dims[0, outer) are walked one by one, the rest is one span
+  while (outer > 0) {
+    const Dim& dim = transfer.dims[outer - 1];
+    if (dim.src_stride - extent > merge_gap_bytes) break;
+    extent += dim.src_stride * (dim.size - 1);
+    elements *= dim.size;
+    --outer;
+  }
+  std::vector<int64_t> index(outer, 0);
+  int64_t begin = transfer.src_offset;
+  int64_t first = 0;
+  for (;;) {
+    spans.push_back({begin, begin + extent, position, first, first + elements});
+    first += elements;
+    size_t d = outer;
+    while (d > 0) {
+      const Dim& dim = transfer.dims[d - 1];
+      begin += dim.src_stride;
+      if (++index[d - 1] < dim.size) break;
+      begin -= dim.src_stride * dim.size;
+      index[d - 1] = 0;
+      --d;
+    }
+    if (d == 0) return;
+  }
+}
+
+// Bytes of the file that elements [first, last) occupy, gaps and repeats not counted.
+int64_t occupied_bytes(const Transfer& transfer, int64_t first, int64_t last) {
+  int64_t repeats = 1;
+  for (const Dim& dim : transfer.dims) {
+    if (dim.src_stride == 0) repeats *= dim.size;
+  }
+  return (last - first) / repeats * element_bytes(transfer.src_type);
+}
+
+// Offset in the file behind an element.
+int64_t element_end(const Transfer& transfer, int64_t index) {
+  return transfer.src_offset + source_byte(transfer, index) + element_bytes(transfer.src_type);
+}
+
+class FilePlanner {
+ public:
+  FilePlanner(Plan& plan, const PlanOptions& options, int32_t file, std::vector<Span> spans)
+      : plan_(plan), options_(options), file_(file), spans_(std::move(spans)) {
+    std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return LaterSpan()(b, a); });
+  }
+
+  void run() {
+    while (peek()) {
+      const Span span = pop();
+      const ReadMode mode = mode_at(span.begin);
+      prepare(span.transfer);
+      const std::optional<ByteRange> in_place = in_place_part(span, mode);
+      if (in_place && in_place->begin == span.begin) {
+        read_in_place(span, *in_place, mode);
+      } else {
+        rest_.push(span);
+        read_staged(mode);
+      }
+    }
+    close_chunk();
+  }
+
+ private:
+  const Span* peek() const {
+    const Span* next = next_ < spans_.size() ? &spans_[next_] : nullptr;
+    if (!rest_.empty() && (!next || !LaterSpan()(rest_.top(), *next))) next = &rest_.top();
+    return next;
+  }
+
+  Span pop() {
+    const Span* next = peek();
+    const Span span = *next;
+    if (!rest_.empty() && next == &rest_.top()) {
+      rest_.pop();
+    } else {
+      ++next_;
+    }
+    return span;
+  }
+
+  const Transfer& transfer_of(const Span& span) const { return plan_.transfers[static_cast<size_t>(span.transfer)]; }
+
+  ReadMode mode_at(int64_t offset) {
+    const int64_t window = offset / kModeWindow;
+    const auto it = modes_.find(window);
+    if (it != modes_.end()) return it->second;
+    const ByteRange range{window * kModeWindow, (window + 1) * kModeWindow};
+    return modes_.emplace(window, options_.mode_of(file_, range)).first->second;
+  }
+
+  // The first byte from which on the file is read in another way, or `limit`.
+  int64_t mode_end(int64_t begin, int64_t limit, const ReadMode& mode) {
+    for (int64_t edge = align_down(begin, kModeWindow) + kModeWindow; edge < limit; edge += kModeWindow) {
+      if (mode_at(edge) != mode) return edge;
+    }
+    return limit;
+  }
+
+  // Large plain destinations are listed once, when the first of their bytes is planned.
+  void prepare(int32_t position) {
+    const Transfer& transfer = plan_.transfers[static_cast<size_t>(position)];
+    const int64_t bytes = transfer.num_elements() * element_bytes(transfer.dst_type);
+    if (bytes < kMinPrepareBytes || prepared_.contains(position)) return;
+    const int64_t begin = reinterpret_cast<int64_t>(transfer.dst);
+    if (!is_plain(transfer) || !options_.has_huge_pages || !options_.has_huge_pages(transfer)) {
+      prepared_.emplace(position, -1);
+      return;
+    }
+    prepared_.emplace(position, static_cast<int32_t>(plan_.preparations.size()));
+    for (int64_t at = begin; at < begin + bytes;) {
+      const int64_t end = std::min(begin + bytes, align_down(at, kPrepareStep) + kPrepareStep);
+      plan_.preparations.push_back({at, end});
+      at = end;
+    }
+  }
+
+  // The preparation that makes ready the byte before `end`, or -1.
+  int32_t preparation_for(int32_t position, const std::byte* end) const {
+    const auto it = prepared_.find(position);
+    if (it == prepared_.end() || it->second < 0) return -1;
+    const int64_t begin = reinterpret_cast<int64_t>(plan_.transfers[static_cast<size_t>(position)].dst);
+    const int64_t step = (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep - begin / kPrepareStep;
+    return it->second + static_cast<int32_t>(step);
+  }
+
+  // The part of a span, just popped, that can be read straight into its destination, if that is worth it.
+  std::optional<ByteRange> in_place_part(const Span& span, const ReadMode& mode) {
+    const Transfer& transfer = transfer_of(span);
+    if (!is_plain(transfer) || span.end - span.begin < kMinInPlaceBytes) return std::nullopt;
+    int64_t end = mode_end(span.begin, span.end, mode);
+    // Bytes that another transfer needs too go through staging, where both can take them.
+    const Span* next = peek();
+    if (next && next->begin < end) end = next->begin;
+    ByteRange part{align_up(span.begin, mode.offset_alignment), align_down(end, mode.offset_alignment)};
+    if (part.end - part.begin < kMinInPlaceBytes) return std::nullopt;
+    if (mode.direct) {
+      // Direct reads into small pages are slower than through staging (many more segments for the device).
+      const auto it = prepared_.find(span.transfer);
+      if (it == prepared_.end() || it->second < 0) return std::nullopt;
+      const int64_t address = reinterpret_cast<int64_t>(transfer.dst) + (part.begin - transfer.src_offset);
+      if (!is_aligned(address, mode.memory_alignment)) return std::nullopt;
+    }
+    return part;
+  }
+
+  void read_in_place(const Span& span, ByteRange part, const ReadMode& mode) {
+    const Transfer& transfer = transfer_of(span);
+    for (int64_t at = part.begin; at < part.end;) {
+      // Cuts lie at multiples of the chunk size in the file, so that they are aligned whatever the alignment is.
+      const int64_t end = std::min(part.end, align_down(at, options_.chunk_bytes) + options_.chunk_bytes);
+      close_chunk();
+      std::byte* destination = transfer.dst + (at - transfer.src_offset);
+      plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
+                              0, mode.direct, preparation_for(span.transfer, destination + (end - at))});
+      plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
+      at = end;
+    }
+    plan_.bytes_needed += part.size();
+    plan_.bytes_read += part.size();
+    if (part.end < span.end) keep_rest(span, elements_ending_by(transfer, part.end));
+  }
+
+  // Puts back what lies behind the elements before `first`.
+  void keep_rest(const Span& span, int64_t first) {
+    const Transfer& transfer = transfer_of(span);
+    rest_.push({transfer.src_offset + source_byte(transfer, first), span.end, span.transfer, first, span.last});
+  }
+
+  void read_staged(const ReadMode& mode) {
+    const int64_t begin = peek()->begin;
+    const int64_t submitted_begin = align_down(begin, mode.offset_alignment);
+    const int64_t limit = mode_end(begin, align_down(begin, options_.chunk_bytes) + options_.chunk_bytes, mode);
+    const auto first_piece = static_cast<int64_t>(plan_.pieces.size());
+    const auto read = static_cast<int32_t>(plan_.reads.size());
+    int64_t end = begin;
+    int64_t needed = 0;
+    bool gapless = true;
+    while (peek() && peek()->begin < limit && peek()->begin - end <= options_.merge_gap_bytes) {
+      const Span span = pop();
+      const Transfer& transfer = transfer_of(span);
+      prepare(span.transfer);
+      const std::optional<ByteRange> in_place = in_place_part(span, mode);
+      const int64_t stop = in_place ? std::min(limit, in_place->begin) : limit;
+      int64_t last = span.end <= stop ? span.last : elements_ending_by(transfer, stop);
+      if (last <= span.first) {
+        // Not one element fits. At the start of a read it is taken all the same: it straddles a border.
+        if (static_cast<int64_t>(plan_.pieces.size()) > first_piece) {
+          rest_.push(span);
+          break;
+        }
+        last = std::min(span.last, elements_ending_by(transfer, element_end(transfer, span.first)));
+      }
+      const int64_t piece_end = element_end(transfer, last - 1);
+      const int64_t occupied = occupied_bytes(transfer, span.first, last);
+      plan_.pieces.push_back({span.transfer, read, span.first, last});
+      gapless = gapless && occupied == piece_end - span.begin;
+      needed += occupied;
+      if (gapless && span.begin < end) needed -= std::min(end, piece_end) - span.begin;  // needed twice, read once
+      end = std::max(end, piece_end);
+      if (last < span.last) keep_rest(span, last);
+    }
+    needed = std::min(needed, end - begin);
+    const int64_t submitted_end = align_up(end, mode.offset_alignment);
+    const int64_t length = submitted_end - submitted_begin;
+    plan_.bytes_needed += needed;
+    plan_.bytes_read += length;
+    const int64_t transfer_id =
+        plan_.transfers[static_cast<size_t>(plan_.pieces[static_cast<size_t>(first_piece)].transfer)].id;
+    open_chunk(length, mode, first_piece);
+    plan_.reads.push_back({file_, submitted_begin, length, end, nullptr, chunk_->staging_bytes, transfer_id});
+    chunk_->staging_bytes += align_up(length, kStagingAlignment);
+    ++chunk_->num_reads;
+    chunk_->num_pieces += static_cast<int64_t>(plan_.pieces.size()) - first_piece;
+  }
+
+  // Makes sure that `chunk_` can take another read.
+  void open_chunk(int64_t length, const ReadMode& mode, int64_t first_piece) {
+    if (chunk_ && (chunk_->direct != mode.direct || chunk_->num_reads == kMaxReadsPerChunk ||
+                   chunk_->staging_bytes + length > options_.chunk_bytes)) {
+      close_chunk();
+    }
+    if (!chunk_) {
+      chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, -1};
+    }
+  }
+
+  void close_chunk() {
+    if (chunk_) plan_.chunks.push_back(*chunk_);
+    chunk_.reset();
+  }
+
+  Plan& plan_;
+  const PlanOptions& options_;
+  const int32_t file_;
+  std::vector<Span> spans_;  // sorted
+  size_t next_ = 0;          // first not taken
+  std::priority_queue<Span, std::vector<Span>, LaterSpan> rest_;
+  std::map<int64_t, ReadMode> modes_;
+  std::map<int32_t, int32_t> prepared_;  // transfer -> its first preparation, -1: none
+  std::optional<Chunk> chunk_;           // the open one
+};
+
+}  // namespace
+
+Plan plan_reads(std::vector<Transfer> transfers, const PlanOptions& options) {
+  Plan plan;
+  plan.transfers = std::move(transfers);
+  std::map<int32_t, std::vector<Span>> spans_of_file;
+  for (size_t i = 0; i < plan.transfers.size(); ++i) {
+    const Transfer& transfer = plan.transfers[i];
+    add_spans(transfer, static_cast<int32_t>(i), options.merge_gap_bytes, spans_of_file[transfer.file]);
+  }
+  for (auto& [file, spans] : spans_of_file) FilePlanner(plan, options, file, std::move(spans)).run();
+  return plan;
+}
+
+}  // namespace weightlift

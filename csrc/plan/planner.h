@@ -1,0 +1,92 @@
+// Planner: turns transfers into reads.
+//
+// In: transfers whose destinations are disjoint. Out: reads in file order, grouped into chunks; each chunk is what one
+// staging buffer holds, or one read straight into a destination.
+//
+// Which bytes are read: those that some transfer needs, and gaps between them of at most `merge_gap_bytes`, because a
+// read of its own costs as much as that many bytes more of a running one. The same rule decides for a strided source
+// between its pieces and the whole span, dimension by dimension from the inside. Direct reads are widened to the file's
+// alignment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "plan/geometry.h"
+#include "plan/transfer.h"
+
+namespace weightlift {
+
+// How a range of a file shall be read.
+struct ReadMode {
+  bool direct = false;           // bypassing the page cache
+  int64_t offset_alignment = 1;  // of file offsets and lengths; 1 when not direct
+  int64_t memory_alignment = 1;  // of buffers
+  bool operator==(const ReadMode&) const = default;
+};
+
+struct PlanOptions {
+  int64_t chunk_bytes = 0;      // most bytes of one chunk; a multiple of every alignment and of 4096
+  int64_t merge_gap_bytes = 0;  // see above
+  // The way to read [begin, end) of a file; asked for windows of kModeWindow bytes.
+  std::function<ReadMode(int32_t file, ByteRange window)> mode_of;
+  // Whether the memory of this plain transfer is worth reading into directly: it has huge pages or can be given them.
+  // Without: false.
+  std::function<bool(const Transfer&)> has_huge_pages;
+};
+
+// Page-cache residency is asked for, and decides the mode, in windows of this size.
+inline constexpr int64_t kModeWindow = int64_t{8} << 20;
+// A shorter stretch is not worth a read of its own beside the staging buffers.
+inline constexpr int64_t kMinInPlaceBytes = int64_t{64} << 10;
+// Destinations from this size on are prepared: their pages are made ready ahead of the reads.
+inline constexpr int64_t kMinPrepareBytes = int64_t{4} << 20;
+// In steps of this size, aligned to it.
+inline constexpr int64_t kPrepareStep = int64_t{16} << 20;
+
+struct Read {
+  int32_t file;
+  int64_t offset;          // as submitted
+  int64_t length;          // as submitted: may reach past the end of the file (direct), then it comes back short
+  int64_t needed_end;      // the read is complete when the bytes up to here have arrived
+  std::byte* destination;  // in place; nullptr: into the chunk's staging buffer
+  int64_t staging_offset;  // there
+  int64_t transfer_id;     // of its first transfer, to name it in an error
+};
+
+// Elements [first, last) of a transfer, in source order, arrive with this read.
+struct Piece {
+  int32_t transfer;  // position in Plan::transfers
+  int32_t read;      // position in Plan::reads
+  int64_t first;
+  int64_t last;
+};
+
+struct Chunk {
+  int32_t first_read;
+  int32_t num_reads;
+  int64_t first_piece;
+  int64_t num_pieces;     // 0: in place
+  int64_t staging_bytes;  // 0: in place
+  bool direct;
+  int32_t preparation;  // in place: position in Plan::preparations of the step to wait for; -1: none
+};
+
+struct Plan {
+  std::vector<Transfer> transfers;
+  std::vector<Read> reads;
+  std::vector<Piece> pieces;
+  std::vector<Chunk> chunks;            // in file order
+  std::vector<ByteRange> preparations;  // destination memory to make ready, in the order of need
+  int64_t bytes_needed = 0;             // distinct bytes of files that the transfers ask for
+  int64_t bytes_read = 0;               // what the reads fetch: their lengths as submitted
+};
+
+// REQUIRES: transfers canonical, source_is_nested(), destinations disjoint; options.mode_of set. Throws nothing but
+// std::bad_alloc and what the callbacks throw.
+Plan plan_reads(std::vector<Transfer> transfers, const PlanOptions& options);
+
+}  // namespace weightlift

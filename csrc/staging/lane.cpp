@@ -1,0 +1,257 @@
+#include "staging/lane.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <exception>
+
+#include "util/align.h"
+#include "util/threads.h"
+
+namespace weightlift {
+namespace {
+
+constexpr int kUnknown = -2;
+// A read is tried again this often without progress; by then the system is not just busy.
+constexpr int kMaxRetries = 10'000;
+// From this many retries in a row on, a pause between them.
+constexpr int kRetriesBeforePause = 16;
+// How long a lane waits for reads before it looks for new chunks.
+constexpr std::chrono::milliseconds kPollInterval{10};
+// A smaller chunk is not worth pinning a whole buffer for.
+constexpr int64_t kMinRegisteredBytes = int64_t{1} << 20;
+
+}  // namespace
+
+Pipeline::Lane::Lane(Pipeline& pipeline, bool direct)
+    : pipeline_(pipeline),
+      direct_(direct),
+      thread_(start_thread(direct ? "wl-direct" : "wl-buffered", [this] { run(); })) {}
+
+void Pipeline::Lane::run() {
+  try {
+    std::string fallback;
+    reader_ = pipeline_.options_.make_reader(direct_, &fallback);
+    reads_.resize(static_cast<size_t>(reader_->queue_depth()));
+    for (uint64_t token = reads_.size(); token-- > 0;) free_tokens_.push_back(token);
+    {
+      std::lock_guard lock(pipeline_.mutex_);
+      pipeline_.stats_.readers[direct_] = reader_->name();
+      if (!fallback.empty()) pipeline_.stats_.fallbacks.push_back(std::move(fallback));
+    }
+    read_until_stopped();
+    reader_.reset();
+  } catch (const std::exception& e) {  // no memory, no more threads
+    reader_.reset();
+    std::lock_guard lock(pipeline_.mutex_);
+    pipeline_.fail({FaultKind::kUnavailable, 0, -1, -1, -1, e.what()});
+  }
+}
+
+void Pipeline::Lane::read_until_stopped() {
+  std::array<ReadCompletion, 64> completions;
+  for (;;) {
+    collect_requests();
+    if (!requests_.empty()) {
+      const int result = reader_->submit(requests_);
+      if (result < 0) {
+        const ActiveRead& first = reads_[requests_.front().token];
+        fail(first, FaultKind::kRead, -result);
+        for (const ReadRequest& request : requests_) release(request.token);
+      } else {
+        num_in_flight_ += static_cast<int>(requests_.size());
+      }
+    }
+    if (num_in_flight_ == 0) {
+      std::lock_guard lock(pipeline_.mutex_);
+      if (pipeline_.stopping_) return;
+      continue;
+    }
+    const int count = reader_->wait(completions, kPollInterval);
+    if (count < 0 && count != -EINTR && count != -EAGAIN) {
+      std::lock_guard lock(pipeline_.mutex_);
+      pipeline_.fail({FaultKind::kRead, -count});
+      return;  // the reader's destructor waits for what is in flight
+    }
+    for (int i = 0; i < count; ++i) on_completion(completions[static_cast<size_t>(i)]);
+  }
+}
+
+void Pipeline::Lane::collect_requests() {
+  requests_.clear();
+  while (!free_tokens_.empty() || !again_.empty()) {
+    if (!again_.empty()) {
+      requests_.push_back(request_for(again_.back()));
+      again_.pop_back();
+      continue;
+    }
+    if (!current_ && !take_chunk(/*wait=*/num_in_flight_ == 0 && requests_.empty())) return;
+    const Chunk& chunk = pipeline_.chunk_of(current_->work);
+    const Read& read = current_->work.segment->plan.reads[static_cast<size_t>(chunk.first_read + current_->next_read)];
+    const uint64_t token = free_tokens_.back();
+    free_tokens_.pop_back();
+    reads_[token] = {current_, &read, 0, 0, !direct_};
+    requests_.push_back(request_for(token));
+    if (++current_->next_read == chunk.num_reads) current_ = nullptr;
+  }
+}
+
+bool Pipeline::Lane::take_chunk(bool wait) {
+  std::unique_lock lock(pipeline_.mutex_);
+  auto& queue = pipeline_.lane_queues_[direct_];
+  const auto runnable = [&] {
+    if (pipeline_.fault_ || queue.empty()) return false;
+    const Work& work = queue.front();
+    const Chunk& chunk = pipeline_.chunk_of(work);
+    if (chunk.staging_bytes > 0) return !pipeline_.ring_->empty();
+    const auto& ready_at = work.segment->preparation_done;
+    return chunk.preparation < 0 || ready_at.empty() ||
+           ready_at[static_cast<size_t>(chunk.preparation)] <= pipeline_.prepared_;
+  };
+  if (wait) pipeline_.lane_changed_.wait(lock, [&] { return pipeline_.stopping_ || runnable(); });
+  if (!runnable()) return false;
+
+  auto active = std::make_unique<ActiveChunk>();
+  active->work = queue.front();
+  queue.pop_front();
+  const Chunk& chunk = pipeline_.chunk_of(active->work);
+  if (chunk.staging_bytes > 0) active->work.buffer = pipeline_.ring_->take();
+  const Read& read = active->work.segment->plan.reads[static_cast<size_t>(chunk.first_read)];
+  active->file = pipeline_.files_[static_cast<size_t>(read.file)].get();
+  lock.unlock();
+
+  // Registration is an offer: where it is refused (RLIMIT_MEMLOCK, an old kernel), reads go on without.
+  if (register_files_ && !file_index_.contains(read.file)) {
+    const int index = reader_->register_file(direct_ ? active->file->direct_fd() : active->file->buffered_fd());
+    register_files_ = index >= 0;
+    if (index >= 0) file_index_[read.file] = index;
+  }
+  const int buffer = active->work.buffer;
+  if (register_buffers_ && buffer >= 0 && chunk.staging_bytes >= kMinRegisteredBytes) {
+    if (buffer_index_.size() <= static_cast<size_t>(buffer))
+      buffer_index_.resize(static_cast<size_t>(buffer) + 1, kUnknown);
+    int& index = buffer_index_[static_cast<size_t>(buffer)];
+    if (index == kUnknown) {
+      index = reader_->register_buffer(pipeline_.ring_->address(buffer),
+                                       static_cast<size_t>(pipeline_.ring_->buffer_bytes()));
+      register_buffers_ = index >= 0;
+    }
+  }
+  current_ = active.get();
+  chunks_.push_back(std::move(active));
+  return true;
+}
+
+ReadRequest Pipeline::Lane::request_for(uint64_t token) {
+  const ActiveRead& active = reads_[token];
+  const Read& read = *active.read;
+  const int buffer = active.chunk->work.buffer;
+  std::byte* begin = read.destination;
+  if (!begin) begin = pipeline_.ring_->address(buffer) + read.staging_offset;
+  ReadRequest request;
+  request.token = token;
+  request.buffer = begin + active.done;
+  request.offset = read.offset + active.done;
+  request.length = read.length - active.done;
+  if (active.buffered) {
+    request.fd = active.chunk->file->buffered_fd();
+    request.length = read.needed_end - request.offset;
+  } else {
+    request.fd = active.chunk->file->direct_fd();
+  }
+  request.length = std::min(request.length, kMaxReadBytes);
+  if (active.buffered != direct_) {  // the way this lane registers files for
+    const auto it = file_index_.find(read.file);
+    if (it != file_index_.end()) request.file_index = it->second;
+  }
+  if (buffer >= 0 && static_cast<size_t>(buffer) < buffer_index_.size()) {
+    request.buffer_index = std::max(-1, buffer_index_[static_cast<size_t>(buffer)]);
+  }
+  return request;
+}
+
+void Pipeline::Lane::on_completion(const ReadCompletion& completion) {
+  --num_in_flight_;
+  const uint64_t token = completion.token;
+  ActiveRead& active = reads_[token];
+  const Read& read = *active.read;
+  if (completion.result == -EINTR || completion.result == -EAGAIN) {
+    if (++active.num_retries > kMaxRetries) {
+      fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
+    } else if (active.num_retries > kRetriesBeforePause) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } else if (completion.result < 0) {
+    fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
+  } else if (completion.result == 0) {
+    fail(active, FaultKind::kEndOfFile, 0);
+  } else {
+    active.num_retries = 0;
+    active.done += completion.result;
+    auto& bytes = active.buffered ? active.chunk->stats.buffered_bytes : active.chunk->stats.direct_bytes;
+    bytes += completion.result;
+    if (read.offset + active.done >= read.needed_end) {
+      on_read_done(active);
+      release(token);
+      return;
+    }
+    // A direct read may stop anywhere; only from an aligned place can it go on directly.
+    const DirectIo& direct_io = active.chunk->file->direct_io();
+    if (!active.buffered &&
+        !is_aligned(active.done, std::max(direct_io.offset_alignment, direct_io.memory_alignment))) {
+      active.buffered = true;
+    }
+  }
+  std::unique_lock lock(pipeline_.mutex_);
+  const bool failed = static_cast<bool>(pipeline_.fault_);
+  lock.unlock();
+  if (failed) {
+    release(token);
+  } else {
+    again_.push_back(token);
+  }
+}
+
+void Pipeline::Lane::on_read_done(ActiveRead& active) {
+  ActiveChunk* done = active.chunk;
+  if (--done->work.reads_left > 0) return;
+  const Chunk& chunk = pipeline_.chunk_of(done->work);
+  const Read& first = done->work.segment->plan.reads[static_cast<size_t>(chunk.first_read)];
+  std::unique_lock lock(pipeline_.mutex_);
+  PipelineStats& stats = pipeline_.stats_;
+  FileStats& file = stats.files[static_cast<size_t>(first.file)];
+  file.direct_bytes += done->stats.direct_bytes;
+  file.buffered_bytes += done->stats.buffered_bytes;
+  stats.bytes_read += done->stats.direct_bytes + done->stats.buffered_bytes;
+  stats.num_reads += chunk.num_reads;
+  if (done->work.buffer >= 0 && static_cast<size_t>(done->work.buffer) < buffer_index_.size()) {
+    stats.registered[direct_] |= buffer_index_[static_cast<size_t>(done->work.buffer)] >= 0;
+  }
+  if (chunk.num_pieces > 0) {
+    if (pipeline_.fault_) {
+      pipeline_.finish(done->work, false);
+    } else {
+      pipeline_.ready_.push_back(done->work);
+      pipeline_.worker_changed_.notify_one();
+    }
+  } else {
+    stats.in_place_bytes += first.length;
+    pipeline_.bytes_landed_.fetch_add(first.length, std::memory_order_relaxed);
+    pipeline_.finish(done->work, !pipeline_.fault_);
+  }
+  lock.unlock();
+  std::erase_if(chunks_, [&](const auto& other) { return other.get() == done; });
+}
+
+void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
+  const Read& read = *active.read;
+  std::lock_guard lock(pipeline_.mutex_);
+  pipeline_.fail({kind, error, read.file, read.offset + active.done, read.transfer_id, {}});
+}
+
+void Pipeline::Lane::release(uint64_t token) {
+  reads_[token] = {};
+  free_tokens_.push_back(token);
+}
+
+}  // namespace weightlift

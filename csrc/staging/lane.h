@@ -1,0 +1,67 @@
+// Lane: the thread that keeps one Reader's queue full. Part of Pipeline, see there.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "staging/pipeline.h"
+
+namespace weightlift {
+
+class Pipeline::Lane {
+ public:
+  Lane(Pipeline& pipeline, bool direct);
+  // REQUIRES: the pipeline is stopping, and its mutex is not held. Waits for the reads in flight.
+  ~Lane() { thread_.join(); }
+
+ private:
+  struct ActiveChunk {
+    Work work;
+    const SourceFile* file;
+    int32_t next_read = 0;  // first not submitted, counted within the chunk
+    FileStats stats;
+  };
+  // A read that has been handed to the Reader, or waits to be handed over again.
+  struct ActiveRead {
+    ActiveChunk* chunk = nullptr;
+    const Read* read = nullptr;
+    int64_t done = 0;       // bytes that have arrived
+    int num_retries = 0;    // in a row, without progress
+    bool buffered = false;  // a direct read that came back short at an odd place goes on through the page cache
+  };
+
+  void run();
+  void read_until_stopped();
+  // Collects what can be submitted now. Waits for work only when nothing is in flight.
+  void collect_requests();
+  bool take_chunk(bool wait);
+  ReadRequest request_for(uint64_t token);
+  void on_completion(const ReadCompletion& completion);
+  void on_read_done(ActiveRead& read);
+  void fail(const ActiveRead& read, FaultKind kind, int error);
+  void release(uint64_t token);
+
+  Pipeline& pipeline_;
+  const bool direct_;
+  std::unique_ptr<Reader> reader_;
+
+  std::vector<std::unique_ptr<ActiveChunk>> chunks_;
+  ActiveChunk* current_ = nullptr;  // the chunk whose reads are being submitted
+  std::vector<ActiveRead> reads_;   // position: token
+  std::vector<uint64_t> free_tokens_;
+  std::vector<uint64_t> again_;  // tokens to submit again
+  std::vector<ReadRequest> requests_;
+  int num_in_flight_ = 0;
+
+  std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet
+  bool register_buffers_ = true;
+  std::unordered_map<int32_t, int> file_index_;
+  bool register_files_ = true;
+
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace weightlift

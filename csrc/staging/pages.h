@@ -1,0 +1,52 @@
+// Pages of destination memory: whether they exist yet, and making them ready ahead of the reads.
+//
+// Why: direct I/O into 4 KiB pages is several times slower than into huge pages, and a read that has to fault its pages
+// in waits for each of them to be zeroed.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "plan/geometry.h"
+
+namespace weightlift {
+
+inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+// Whether no page of the range has been touched (looked at once per huge page). Memory that can't be asked about counts
+// as touched.
+bool pages_untouched(ByteRange memory);
+
+// Advises the huge pages that lie wholly inside the range, and populates all of it. Contents are not changed. Failure
+// is no error: the pages then come when they are written to.
+void prepare_pages(ByteRange memory);
+
+// A thread that prepares ranges in the order in which they were queued.
+// Threads: any may call. `on_progress(n)` is called, on the preparer's thread, when the first n ranges are ready.
+class PagePreparer {
+ public:
+  explicit PagePreparer(std::function<void(int64_t)> on_progress);
+  ~PagePreparer();  // drops what is queued, waits for the range in work
+  PagePreparer(const PagePreparer&) = delete;
+  PagePreparer& operator=(const PagePreparer&) = delete;
+
+  // Returns the count of ranges queued so far, this one included: what on_progress will have reached when it is ready.
+  int64_t queue(ByteRange memory);
+
+ private:
+  void run();
+
+  std::function<void(int64_t)> on_progress_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<ByteRange> queue_;
+  int64_t queued_ = 0;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace weightlift

@@ -1,0 +1,233 @@
+#include "staging/pipeline.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <span>
+#include <utility>
+
+#include "staging/lane.h"
+#include "transform/copy.h"
+#include "util/threads.h"
+
+namespace weightlift {
+
+Pipeline::Pipeline(PipelineOptions options) : options_(std::move(options)) {
+  const int64_t num_buffers = std::max<int64_t>(1, options_.staging_bytes / options_.chunk_bytes);
+  ring_ = std::make_unique<BufferRing>(options_.chunk_bytes, static_cast<int>(num_buffers));
+}
+
+Pipeline::~Pipeline() {
+  cancel();
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  lane_changed_.notify_all();
+  worker_changed_.notify_all();
+  lanes_ = {};  // each waits for its reads in flight
+  for (std::thread& worker : workers_) worker.join();
+  preparer_.reset();
+}
+
+int32_t Pipeline::add_file(std::string path, const FileIdentity& identity) {
+  std::lock_guard lock(mutex_);
+  const auto index = static_cast<int32_t>(files_.size());
+  files_.push_back(std::make_unique<SourceFile>(index, std::move(path), identity));
+  file_users_.push_back(0);
+  stats_.files.emplace_back();
+  return index;
+}
+
+DirectIo Pipeline::direct_io(int32_t file) const {
+  std::lock_guard lock(mutex_);
+  return files_.at(static_cast<size_t>(file))->direct_io();
+}
+
+int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
+  auto segment = std::make_unique<Segment>();
+  segment->order = order;
+  for (const Transfer& transfer : transfers) segment->files.push_back(transfer.file);
+  std::sort(segment->files.begin(), segment->files.end());
+  segment->files.erase(std::unique(segment->files.begin(), segment->files.end()), segment->files.end());
+
+  std::unique_lock lock(mutex_);
+  segment->id = next_segment_++;
+  const int64_t id = segment->id;
+  for (int32_t file : segment->files) ++file_users_[static_cast<size_t>(file)];
+  lock.unlock();
+
+  // Opening, probing and planning take a while and need no lock: files are opened by this thread alone, and stay open
+  // while they have users.
+  Fault fault;
+  for (int32_t file : segment->files) {
+    fault = files_[static_cast<size_t>(file)]->open(options_.strategy);
+    if (fault) {
+      fault.transfer_id =
+          std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
+      break;
+    }
+  }
+  if (!fault) {
+    PlanOptions plan_options;
+    plan_options.chunk_bytes = options_.chunk_bytes;
+    plan_options.merge_gap_bytes = options_.merge_gap_bytes;
+    plan_options.mode_of = [&](int32_t file, ByteRange window) {
+      return files_[static_cast<size_t>(file)]->mode_of(options_.strategy, window);
+    };
+    if (options_.advise_hugepages) {
+      plan_options.has_huge_pages = [](const Transfer& transfer) {
+        const int64_t begin = reinterpret_cast<int64_t>(transfer.dst);
+        return pages_untouched({begin, begin + transfer.num_elements() * element_bytes(transfer.dst_type)});
+      };
+    }
+    segment->plan = plan_reads(std::move(transfers), plan_options);
+    segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
+  }
+
+  lock.lock();
+  if (!fault_) fault_ = std::move(fault);
+  if (fault_) {  // submit after a fault: the segment is over before it began
+    for (int32_t file : segment->files) --file_users_[static_cast<size_t>(file)];
+    segment_changed_.notify_all();
+    return id;
+  }
+  start_threads();
+  stats_.bytes_needed += segment->plan.bytes_needed;
+  stats_.num_transfers += static_cast<int64_t>(segment->plan.transfers.size());
+  Segment* added = segment.get();
+  segments_.push_back(std::move(segment));
+  if (order == Order::kUrgent) {
+    start(*added);
+  } else {
+    waiting_.push_back(added);
+    dispatch();
+  }
+  return id;
+}
+
+void Pipeline::start_threads() {
+  if (!workers_.empty()) return;
+  preparer_ = std::make_unique<PagePreparer>([this](int64_t done) {
+    std::lock_guard lock(mutex_);
+    prepared_ = done;
+    lane_changed_.notify_all();
+  });
+  for (int i = 0; i < std::max(1, options_.num_workers); ++i) {
+    workers_.push_back(start_thread("wl-worker", [this] { run_worker(); }));
+  }
+}
+
+void Pipeline::dispatch() {
+  while (!waiting_.empty() && !(waiting_.front()->order == Order::kBarrier && num_active_ > 0)) {
+    Segment* segment = waiting_.front();
+    waiting_.pop_front();
+    start(*segment);
+  }
+}
+
+void Pipeline::start(Segment& segment) {
+  ++num_active_;
+  const bool urgent = segment.order == Order::kUrgent;
+  if (!urgent) {
+    for (ByteRange memory : segment.plan.preparations) segment.preparation_done.push_back(preparer_->queue(memory));
+  }
+  std::array<std::vector<Work>, 2> work;
+  for (size_t i = 0; i < segment.plan.chunks.size(); ++i) {
+    const Chunk& chunk = segment.plan.chunks[i];
+    work[chunk.direct].push_back({&segment, static_cast<int32_t>(i), -1, chunk.num_reads, chunk.direct});
+  }
+  for (size_t direct : {0, 1}) {
+    if (work[direct].empty()) continue;
+    auto& queue = lane_queues_[direct];
+    queue.insert(urgent ? queue.begin() : queue.end(), work[direct].begin(), work[direct].end());
+    if (!lanes_[direct]) lanes_[direct] = std::make_unique<Lane>(*this, direct == 1);
+  }
+  if (segment.chunks_left == 0) finish({&segment, -1, -1, 0, false}, true);
+  lane_changed_.notify_all();
+}
+
+void Pipeline::finish(const Work& work, bool landed) {
+  if (work.buffer >= 0) {
+    ring_->give_back(work.buffer);
+    lane_changed_.notify_all();
+  }
+  if (!landed) return;
+  Segment* segment = work.segment;
+  if (work.chunk >= 0) --segment->chunks_left;
+  if (segment->chunks_left > 0) return;
+  landed_.push_back(segment->id);
+  --num_active_;
+  for (int32_t file : segment->files) {
+    // Closed when nobody needs it: a checkpoint may have more shards than a process may have open files.
+    if (--file_users_[static_cast<size_t>(file)] == 0) {
+      files_[static_cast<size_t>(file)]->close();
+    }
+  }
+  std::erase_if(segments_, [&](const auto& other) { return other.get() == segment; });
+  segment_changed_.notify_all();
+  dispatch();
+}
+
+void Pipeline::fail(Fault fault) {
+  if (fault_) return;
+  fault_ = std::move(fault);
+  lane_changed_.notify_all();
+  segment_changed_.notify_all();
+}
+
+void Pipeline::run_worker() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    worker_changed_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
+    if (ready_.empty()) return;  // stopping
+    const Work work = ready_.front();
+    ready_.pop_front();
+    const bool wanted = !fault_;
+    lock.unlock();
+    int64_t bytes = 0;
+    if (wanted) {
+      const Plan& plan = work.segment->plan;
+      const Chunk& chunk = chunk_of(work);
+      for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
+        const Piece& piece = plan.pieces[static_cast<size_t>(i)];
+        const Read& read = plan.reads[static_cast<size_t>(piece.read)];
+        const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+        copy_elements(transfer, piece.first, piece.last, ring_->address(work.buffer) + read.staging_offset,
+                      read.offset);
+        bytes += (piece.last - piece.first) * element_bytes(transfer.src_type);
+      }
+    }
+    bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);
+    lock.lock();
+    finish(work, wanted);
+  }
+}
+
+bool Pipeline::wait(int64_t segment, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return segment_changed_.wait_for(lock, timeout, [&] {
+    return fault_ || std::none_of(segments_.begin(), segments_.end(), [&](const auto& s) { return s->id == segment; });
+  });
+}
+
+std::vector<int64_t> Pipeline::take_landed() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(landed_, {});
+}
+
+Fault Pipeline::fault() const {
+  std::lock_guard lock(mutex_);
+  return fault_;
+}
+
+void Pipeline::cancel() {
+  std::lock_guard lock(mutex_);
+  fail({FaultKind::kCancelled, ECANCELED});
+}
+
+PipelineStats Pipeline::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace weightlift

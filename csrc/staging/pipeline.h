@@ -1,0 +1,156 @@
+// Pipeline: runs plans. read -> ready -> transform -> free.
+//
+// A segment is one plan. Its chunks go to lanes: the direct lane and the buffered lane, each a thread with a Reader of
+// its own that keeps its queue full. A chunk that has landed in a staging buffer is carried out by a worker (its pieces
+// are copied, cast, ... to their destinations) and the buffer is free again; a chunk read in place is done when it has
+// landed.
+//
+// Back-pressure: a lane takes no new chunk without a free buffer, so host memory stays within staging_bytes.
+// Faults: the first one wins. Nothing new is started after it, what is in flight is waited for, every segment that has
+// not landed fails with it, and so does every later submit. Threads: all methods may be called from any thread, one at
+// a time for submit(). Threads start with the first segment and end with the Pipeline. No static state. Destructor:
+// cancels, and waits for reads in flight (their memory is somebody's). Memory named by a segment's transfers must live
+// until the segment has landed or the Pipeline has ended.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "plan/planner.h"
+#include "readers/reader.h"
+#include "readers/source_file.h"
+#include "staging/buffer_ring.h"
+#include "staging/pages.h"
+#include "util/fault.h"
+
+namespace weightlift {
+
+struct PipelineOptions {
+  Strategy strategy = Strategy::kAuto;
+  int64_t chunk_bytes = int64_t{4} << 20;
+  int64_t staging_bytes = int64_t{256} << 20;  // at least chunk_bytes
+  int64_t merge_gap_bytes = int64_t{16} << 10;
+  int num_workers = 2;
+  bool advise_hugepages = true;
+  // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
+  // Throws std::exception when there can be none.
+  std::function<std::unique_ptr<Reader>(bool direct, std::string* fallback)> make_reader;
+};
+
+struct FileStats {
+  int64_t direct_bytes = 0;    // read past the page cache
+  int64_t buffered_bytes = 0;  // read through it
+};
+
+struct PipelineStats {
+  int64_t bytes_needed = 0;
+  int64_t bytes_read = 0;  // as planned; what was fetched again after short direct reads included
+  int64_t in_place_bytes = 0;
+  int64_t num_reads = 0;
+  int64_t num_transfers = 0;
+  std::array<std::string, 2> readers;  // names of the buffered and the direct lane's reader; empty: not used
+  std::array<bool, 2> registered{};    // whether their staging buffers were registered
+  std::vector<std::string> fallbacks;  // what was not to be had, and why
+  std::vector<FileStats> files;
+};
+
+class Pipeline {
+ public:
+  explicit Pipeline(PipelineOptions options);
+  ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  // Returns the file's index.
+  int32_t add_file(std::string path, const FileIdentity& identity);
+  // The file's probe of direct I/O, once a segment has read from it.
+  DirectIo direct_io(int32_t file) const;
+
+  enum class Order {
+    kAppend,   // behind what was submitted before
+    kBarrier,  // starts when everything submitted before has landed
+    kUrgent,   // ahead of everything that has not started
+  };
+  // Plans the transfers and starts reading. Returns the segment's id (ids ascend). A file that can't be opened makes
+  // the segment fail, which wait() tells.
+  int64_t submit(std::vector<Transfer> transfers, Order order);
+
+  // Waits until the segment has landed or failed, at most `timeout`. True: it is over; then fault() tells how.
+  bool wait(int64_t segment, std::chrono::milliseconds timeout);
+  // Segments that have landed since the last call.
+  std::vector<int64_t> take_landed();
+
+  Fault fault() const;
+  // Fails all that has not landed with kCancelled, and returns without waiting.
+  void cancel();
+
+  int64_t bytes_landed() const { return bytes_landed_.load(std::memory_order_relaxed); }  // for progress only
+  PipelineStats stats() const;
+
+ private:
+  struct Segment {
+    int64_t id;
+    Plan plan;
+    Order order;
+    int64_t chunks_left;
+    std::vector<int32_t> files;             // open for it
+    std::vector<int64_t> preparation_done;  // preparer's count at which each preparation is ready
+  };
+  struct Work {  // a chunk, and where it is
+    Segment* segment = nullptr;
+    int32_t chunk = -1;
+    int buffer = -1;  // staging buffer; -1: in place
+    int32_t reads_left = 0;
+    bool direct = false;
+  };
+  class Lane;
+
+  Segment* find(int64_t segment);
+  void start_threads();
+  void dispatch();                             // moves segments that may start to the lanes; REQUIRES lock
+  void start(Segment& segment);                // REQUIRES lock
+  void finish(const Work& work, bool landed);  // REQUIRES lock
+  void fail(Fault fault);                      // REQUIRES lock
+  void run_worker();
+  const Chunk& chunk_of(const Work& work) const { return work.segment->plan.chunks[static_cast<size_t>(work.chunk)]; }
+
+  const PipelineOptions options_;
+  mutable std::mutex mutex_;
+  std::condition_variable lane_changed_;    // chunks, buffers, prepared pages, stop
+  std::condition_variable worker_changed_;  // ready chunks, stop
+  std::condition_variable segment_changed_;
+
+  std::vector<std::unique_ptr<SourceFile>> files_;
+  std::vector<int> file_users_;                    // segments that need it open
+  std::deque<std::unique_ptr<Segment>> segments_;  // not over, in the order of submission; waiting ones included
+  std::deque<Segment*> waiting_;                   // not dispatched
+  int64_t num_active_ = 0;                         // dispatched and not over
+  int64_t next_segment_ = 0;
+  std::vector<int64_t> landed_;
+
+  std::unique_ptr<BufferRing> ring_;
+  std::array<std::deque<Work>, 2> lane_queues_;  // [direct]
+  std::deque<Work> ready_;
+  int64_t prepared_ = 0;
+  Fault fault_;
+  bool stopping_ = false;
+  PipelineStats stats_;
+  std::atomic<int64_t> bytes_landed_{0};
+
+  std::unique_ptr<PagePreparer> preparer_;
+  std::array<std::unique_ptr<Lane>, 2> lanes_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace weightlift
