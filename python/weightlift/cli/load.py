@@ -1,0 +1,92 @@
+"""``weightlift load``: load a checkpoint whole into fresh memory, and say how that went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+import weightlift
+from weightlift.checkpoint import CheckpointFiles, locate
+from weightlift.cli.errors import CommandError
+from weightlift.config import Backend, LoadConfig, Strategy
+
+NAME = "load"
+HELP = "Load every tensor of a checkpoint into memory; show what was read, how, and how fast."
+
+_MOST_DIFFERENCES_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verify", action="store_true", help="read again through safetensors, and compare every byte")
+    parser.add_argument("--device", default="cpu", help="where the tensors go (default: cpu)")
+    parser.add_argument("--strategy", choices=get_args(Strategy), help="how files are read (default: auto)")
+    parser.add_argument("--backend", choices=get_args(Backend), help="who reads (default: auto)")
+    parser.add_argument("--progress", action="store_true", help="show a bar on stderr")
+
+
+def run(options: argparse.Namespace) -> int:
+    config = LoadConfig(strategy=options.strategy, backend=options.backend)
+    try:
+        config.resolve()
+        device = torch.device(options.device)
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(str(error), exit_code=2) from error
+    if options.verify:
+        _import_safetensors()  # before the load, not after it
+
+    files = locate(options.path)
+    state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in files.tensors.values()}
+    report = weightlift.fast_load(state, options.path, config=config, progress=options.progress)
+    differences = _differences(files, state) if options.verify else None
+
+    if options.json:
+        document: dict[str, Any] = report.to_dict()
+        if differences is not None:
+            document["verify"] = {"num_compared": len(files.tensors), "different": differences}
+        print(json.dumps(document, indent=2))
+    else:
+        print(report)
+        if differences:
+            shown = ", ".join(differences[:_MOST_DIFFERENCES_SHOWN])
+            more = len(differences) - _MOST_DIFFERENCES_SHOWN
+            print(f"verify: {len(differences)} tensors differ: {shown}" + (f" and {more} more" if more > 0 else ""))
+        elif differences is not None:
+            print(f"verify: {len(files.tensors)} tensors, every byte equal to safetensors")
+    return 1 if differences else 0
+
+
+def _import_safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise CommandError(
+            "--verify compares with the safetensors package, which is not installed (pip install safetensors)",
+            exit_code=2,
+        ) from error
+    return safetensors
+
+
+def _differences(files: CheckpointFiles, state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors whose bytes are not those that safetensors reads, sorted."""
+    safetensors = _import_safetensors()
+    names_by_shard: defaultdict[str, list[str]] = defaultdict(list)
+    for entry in files.tensors.values():
+        names_by_shard[entry.shard.path].append(entry.name)
+    different = []
+    for path, names in names_by_shard.items():
+        with safetensors.safe_open(path, framework="pt", device="cpu") as shard:
+            for name in names:
+                expected, loaded = shard.get_tensor(name), state[name].cpu()
+                if (
+                    expected.dtype != loaded.dtype
+                    or expected.shape != loaded.shape
+                    or not torch.equal(expected.reshape(-1).view(torch.uint8), loaded.reshape(-1).view(torch.uint8))
+                ):
+                    different.append(name)
+    return sorted(different)

@@ -1,0 +1,260 @@
+"""LoadConfig: every choice that a load leaves to its user.
+
+Each field is decided by the first of these that says something: the argument, the environment variable
+``WEIGHTLIFT_<FIELD>``, weightlift itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+
+Backend = Literal["auto", "io_uring", "pread"]
+Strategy = Literal["auto", "direct", "buffered"]
+
+_SIZE = re.compile(r"(\d+)\s*(?:([KMG])(?:iB)?|B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": KiB, "M": MiB, "G": GiB}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is known of one field: how to read it, and what to tell of it."""
+
+    automatic: str  # the automatic value, in words
+    effect: str
+    when: str  # when to change it
+    accepted: str
+    parse: Callable[[str], object]  # of an environment variable; raises ValueError
+    check: Callable[[object], bool]
+    constant: object = None  # the automatic value where it is known before the load; None: decided while loading
+
+
+def _is_integer(value: object, low: int, high: int | None) -> bool:
+    return type(value) is int and low <= value and (high is None or value <= high)
+
+
+def _parse_size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError
+    return int(match[1]) * _SIZE_UNITS[(match[2] or "").upper()]
+
+
+def _parse_boolean(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+def _choice(choices: tuple[str, ...], effect: str, when: str) -> Option:
+    accepted = "one of " + ", ".join(repr(choice) for choice in choices)
+    return Option("auto", effect, when, accepted, str, lambda value: value in choices, "auto")
+
+
+def _count(automatic: str, effect: str, when: str, low: int, high: int) -> Option:
+    accepted = f"a whole number from {low} to {high}"
+    return Option(automatic, effect, when, accepted, int, lambda value: _is_integer(value, low, high))
+
+
+def _size(
+    automatic: str, effect: str, when: str, low: int, high: int | None = None, constant: int | None = None
+) -> Option:
+    limits = f"at least {low}" if high is None else f"from {low} to {high}"
+    accepted = f"a number of bytes, {limits} (in the environment also with KiB, MiB or GiB)"
+    return Option(automatic, effect, when, accepted, _parse_size, lambda value: _is_integer(value, low, high), constant)
+
+
+def _switch(effect: str, when: str, *, constant: bool) -> Option:
+    accepted = "true or false (in the environment also 1 or 0)"
+    return Option(
+        str(constant).lower(), effect, when, accepted, _parse_boolean, lambda value: isinstance(value, bool), constant
+    )
+
+
+def _duration(effect: str, when: str, *, constant: float) -> Option:
+    def check(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+    return Option(str(constant), effect, when, "a number of seconds, 0 or more", float, check, constant)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """How to load. Every field may be left at None: the environment decides then, or else weightlift does.
+
+    Example:
+        >>> LoadConfig(strategy="buffered", queue_depth=64).queue_depth
+        64
+
+    Raises:
+        ValueError: a value that its field does not accept. The message names the field, the value and what is accepted.
+    """
+
+    backend: Annotated[
+        Backend | None,
+        _choice(
+            get_args(Backend),
+            "Who reads: io_uring keeps many reads in flight from one thread; pread is a pool of threads.",
+            "To rule io_uring out. A named backend that cannot be had is an error, never silently the other one.",
+        ),
+    ] = None
+    strategy: Annotated[
+        Strategy | None,
+        _choice(
+            get_args(Strategy),
+            "Direct reads go from the device to memory (O_DIRECT); buffered reads go through the page cache.",
+            "buffered: processes of one machine read the same bytes; direct: to leave the page cache to others.",
+        ),
+    ] = None
+    queue_depth: Annotated[
+        int | None,
+        _count(
+            "by backend and storage",
+            "Reads in flight.",
+            "Raise it on network storage with high latency; lower it where others share the device.",
+            1,
+            4096,
+        ),
+    ] = None
+    chunk_bytes: Annotated[
+        int | None,
+        _size(
+            "by storage",
+            "Size of one read.",
+            "Raise it on network storage; lower it to keep staging memory small.",
+            4 * KiB,
+            GiB,
+        ),
+    ] = None
+    staging_bytes: Annotated[
+        int | None,
+        _size(
+            "256 MiB",
+            "Bounds the host memory used beyond the destination, whatever the checkpoint's size.",
+            "Lower it on a machine short of memory; raise it together with queue_depth or chunk_bytes.",
+            MiB,
+            constant=256 * MiB,
+        ),
+    ] = None
+    merge_gap_bytes: Annotated[
+        int | None,
+        _size(
+            "by storage",
+            "Bytes that nobody asked for, up to which reading on is taken to be cheaper than a second read.",
+            "0 reads needed bytes only; raise it where every read is expensive.",
+            0,
+            GiB,
+        ),
+    ] = None
+    num_threads: Annotated[
+        int | None,
+        _count(
+            "by number of cores",
+            "Threads that copy and convert, and threads of the pread backend.",
+            "Lower it where cores are busy with other work.",
+            1,
+            1024,
+        ),
+    ] = None
+    advise_hugepages: Annotated[
+        bool | None,
+        _switch(
+            "Advises 2 MiB pages for large destinations that were not touched yet, and fills them ahead of the reads.",
+            "Turn it off where huge pages are scarce.",
+            constant=True,
+        ),
+    ] = None
+    coverage_wait_seconds: Annotated[
+        float | None,
+        _duration(
+            "How long reading waits for recording to end, so that coverage is proven before a byte is read.",
+            "0 starts reading at once; raise it to have gaps in very large models reported before reading.",
+            constant=0.25,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not option.check(value):
+                raise _refusal(f"LoadConfig.{name}", value, option)
+
+    def resolve(self, environment: Mapping[str, str] | None = None) -> ResolvedConfig:
+        """The values in force: argument, else environment variable, else automatic.
+
+        Args:
+            environment: instead of ``os.environ``.
+
+        Raises:
+            ValueError: a variable whose value its field does not accept, or fields that contradict each other.
+        """
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is None:
+                value = _from_environment(environment_variable(name), option, environment)
+            values[name] = option.constant if value is None else value
+        resolved = ResolvedConfig(**values)
+        if resolved.chunk_bytes is not None and resolved.chunk_bytes > resolved.staging_bytes:
+            raise ValueError(
+                f"chunk_bytes is {resolved.chunk_bytes}, which is more than staging_bytes {resolved.staging_bytes}: "
+                "a read has to fit into staging memory; lower chunk_bytes or raise staging_bytes"
+            )
+        return resolved
+
+
+OPTIONS: dict[str, Option] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(LoadConfig, include_extras=True).items()
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedConfig:
+    """A LoadConfig with the environment and the constant defaults filled in. None: decided while loading."""
+
+    backend: Backend
+    strategy: Strategy
+    queue_depth: int | None
+    chunk_bytes: int | None
+    staging_bytes: int
+    merge_gap_bytes: int | None
+    num_threads: int | None
+    advise_hugepages: bool
+    coverage_wait_seconds: float
+
+
+def environment_variable(field_name: str) -> str:
+    """Name of the variable that sets a field of LoadConfig.
+
+    >>> environment_variable("queue_depth")
+    'WEIGHTLIFT_QUEUE_DEPTH'
+    """
+    return f"WEIGHTLIFT_{field_name.upper()}"
+
+
+def _from_environment(variable: str, option: Option, environment: Mapping[str, str]) -> object:
+    text = environment.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        value = option.parse(text)
+    except ValueError:
+        raise _refusal(variable, text, option) from None
+    if not option.check(value):
+        raise _refusal(variable, text, option)
+    return value
+
+
+def _refusal(name: str, given: object, option: Option) -> ValueError:
+    return ValueError(f"{name} is {given!r}; accepted is {option.accepted}")

@@ -1,0 +1,136 @@
+"""LoadReport: what a load did, how, and why that way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people.
+
+    >>> format_bytes(1536)
+    '1.50 KiB'
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+@dataclasses.dataclass(slots=True)
+class FileReport:
+    """What was read of one file."""
+
+    path: str
+    bytes_needed: int
+    bytes_read: int
+    reader: str  # "io_uring" or "pread"
+    strategy: str  # "direct", "buffered", "direct (unproven)", or "mixed"
+    reason: str  # why this reader and strategy, in one sentence
+
+
+@dataclasses.dataclass(slots=True)
+class LoadReport:
+    """What a load did. Sizes are bytes; times are seconds.
+
+    Attributes:
+        missing_keys, unexpected_keys: as in ``nn.Module.load_state_dict``: names that only the model, or only the
+            checkpoint, has.
+        num_tensors: tensors of the checkpoint that the load used.
+        num_transfers: copies that were recorded and carried out.
+        num_dropped: recorded copies that were never carried out, because later ones overwrote all they would write.
+        num_forced: tensors read before their turn, because something looked at their values while recording.
+        bytes_needed: bytes of the files that the transfers asked for.
+        bytes_read: bytes read to get them: gaps and alignment included.
+        direct_bytes, buffered_bytes: of bytes_read, how many passed by, and through, the page cache.
+        in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
+        seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
+            after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
+        files: one entry for each file that was read.
+        fallbacks: each thing that was wanted and could not be had, with cause and remedy.
+        gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]".
+        double_writes: regions of parameters that more than one transfer filled.
+    """
+
+    missing_keys: list[str] = dataclasses.field(default_factory=list)
+    unexpected_keys: list[str] = dataclasses.field(default_factory=list)
+    num_tensors: int = 0
+    num_transfers: int = 0
+    num_dropped: int = 0
+    num_forced: int = 0
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    direct_bytes: int = 0
+    buffered_bytes: int = 0
+    in_place_bytes: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    files: list[FileReport] = dataclasses.field(default_factory=list)
+    fallbacks: list[str] = dataclasses.field(default_factory=list)
+    gaps: list[str] = dataclasses.field(default_factory=list)
+    double_writes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read per byte needed; 1.0 where nothing was needed."""
+        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Needed bytes over the total time; 0.0 where no time was measured."""
+        total = self.seconds.get("total", 0.0)
+        return self.bytes_needed / total if total > 0 else 0.0
+
+    def summary(self) -> str:
+        """One line, fit for a log."""
+        rate = self.bytes_per_second / (1 << 30)
+        line = f"Loaded {format_bytes(self.bytes_needed)} in {self.seconds.get('total', 0.0):.2f} s ({rate:.2f} GiB/s)"
+        if self.files:
+            line += f" reader={_one_or_mixed(file.reader for file in self.files)}"
+            line += f" strategy={_one_or_mixed(file.strategy for file in self.files)}"
+        line += f" tensors={self.num_tensors} over_read={self.over_read:.3f}"
+        for label, entries in (
+            ("missing", self.missing_keys),
+            ("unexpected", self.unexpected_keys),
+            ("gaps", self.gaps),
+            ("fallbacks", self.fallbacks),
+        ):
+            if entries:
+                line += f" {label}={len(entries)}"
+        return line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in types that ``json.dumps`` takes."""
+        return {**dataclasses.asdict(self), "over_read": self.over_read, "bytes_per_second": self.bytes_per_second}
+
+    def __str__(self) -> str:
+        lines = [
+            self.summary(),
+            f"  tensors     {self.num_tensors} used, {self.num_transfers} transfers, {self.num_dropped} dropped, "
+            f"{self.num_forced} forced",
+            f"  bytes       {format_bytes(self.bytes_needed)} needed, {format_bytes(self.bytes_read)} read "
+            f"({format_bytes(self.direct_bytes)} direct, {format_bytes(self.buffered_bytes)} buffered, "
+            f"{format_bytes(self.in_place_bytes)} in place)",
+            "  seconds     " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items()),
+        ]
+        lines += [
+            f"  file        {f.path}: {format_bytes(f.bytes_read)} by {f.reader}, {f.strategy}: {f.reason}"
+            for f in self.files
+        ]
+        for label, entries in (
+            ("missing", self.missing_keys),
+            ("unexpected", self.unexpected_keys),
+            ("gap", self.gaps),
+            ("twice", self.double_writes),
+            ("fallback", self.fallbacks),
+        ):
+            lines += [f"  {label:<11} {entry}" for entry in entries]
+        return "\n".join(lines)
+
+
+def _one_or_mixed(values: Iterable[str]) -> str:
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else "mixed"

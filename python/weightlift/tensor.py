@@ -1,0 +1,483 @@
+"""CheckpointTensor: a tensor whose bytes are still on disk.
+
+It has a shape, a dtype and strides as any tensor has, and knows which bytes of which file it stands for. Views of it are
+CheckpointTensors; copying it into a real tensor is recorded by its `Program`; every other use reads it and goes on with
+real values. Nothing that torch's dispatcher or Python can ask of it is wrong, at worst it is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from .checkpoint import TensorEntry
+    from .program import Program
+
+aten = torch.ops.aten
+Sizes = tuple[int, ...]
+
+
+class Source:
+    """The memory that a CheckpointTensor and its views share, as far as they would share memory if they were real.
+
+    `real` is None until someone writes to one of them, or asks for its address; then it holds all of them, and from then
+    on they are views of it.
+    """
+
+    __slots__ = ("entry", "file", "program", "real", "root")
+
+    def __init__(self, program: Program, entry: TensorEntry, file: int) -> None:
+        self.program = program
+        self.entry = entry
+        self.file = file
+        self.real: torch.Tensor | None = None
+        self.root: CheckpointTensor | None = None  # the whole of it; None: all of the entry
+
+
+class CheckpointTensor(torch.Tensor):
+    """A `torch.Tensor` with shape and dtype, whose values are bytes of a file. Made by a `Checkpoint`, not by hand.
+
+    Raises, on any use that needs values: CheckpointReadError; RuntimeError when its Checkpoint has been closed.
+    """
+
+    # Two geometries of the same elements. What torch sees (strides and offset in elements of `_dtype`), and where they
+    # lie in the file (strides in elements of `_file_dtype`, offset in bytes from the start of the file). They part ways
+    # at `.contiguous()` and `.to(dtype)`, which change the first alone.
+    _source: Source
+    _shape: Sizes
+    _strides: Sizes
+    _offset: int
+    _dtype: torch.dtype
+    _file_strides: Sizes
+    _file_offset: int
+    _file_dtype: torch.dtype
+    # Of `cat` and `stack`: the parts along `_dim`, in order. The file geometry means nothing then.
+    _pieces: list[CheckpointTensor] | None
+    _dim: int
+
+    # ---- making
+
+    @staticmethod
+    def of_entry(source: Source) -> CheckpointTensor:
+        entry = source.entry
+        strides = _contiguous_strides(entry.shape)
+        return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype)
+
+    def _view(self, shape: Sizes, strides: Sizes, offset: int, file_strides: Sizes, file_offset: int) -> CheckpointTensor:
+        return _make(
+            self._source, shape, strides, offset, self._dtype, file_strides, file_offset, self._file_dtype, self.device
+        )
+
+    def _alias(self) -> CheckpointTensor:
+        alias = self._view(self._shape, self._strides, self._offset, self._file_strides, self._file_offset)
+        alias._pieces, alias._dim = self._pieces, self._dim
+        return alias
+
+    def _copy(self, strides: Sizes, dtype: torch.dtype, device: torch.device) -> CheckpointTensor:
+        """What a copy with these strides would be: it shares memory with nothing that exists."""
+        source = Source(self._source.program, self._source.entry, self._source.file)
+        copy = _make(
+            source, self._shape, strides, 0, dtype, self._file_strides, self._file_offset, self._file_dtype, device
+        )
+        copy._pieces, copy._dim = self._pieces, self._dim
+        source.root = copy
+        return copy
+
+    # ---- views, the frequent ones, without a trip through the dispatcher
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:  # type: ignore[override]
+        shape = self._shape
+        ndim = len(shape)
+        if (
+            self._pieces is None
+            and self._source.real is None
+            and type(start) is int
+            and -ndim <= dim < ndim
+            and 0 <= start
+            and 0 <= length
+            and start + length <= shape[dim]
+        ):
+            if dim < 0:
+                dim += ndim
+            return self._view(
+                (*shape[:dim], length, *shape[dim + 1 :]),
+                self._strides,
+                self._offset + start * self._strides[dim],
+                self._file_strides,
+                self._file_offset + start * self._file_strides[dim] * self._file_dtype.itemsize,
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.narrow(self, dim, start, length)
+
+    def t(self) -> torch.Tensor:  # type: ignore[override]
+        if len(self._shape) == 2 and self._pieces is None and self._source.real is None:
+            (rows, columns), (a, b), (c, d) = self._shape, self._strides, self._file_strides
+            return self._view((columns, rows), (b, a), self._offset, (d, c), self._file_offset)
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.t(self)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if type(index) is slice and self._shape and index.step in (None, 1):
+            start, stop, _ = index.indices(self._shape[0])
+            return self.narrow(0, start, max(0, stop - start))
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.__getitem__(self, index)
+
+    # ---- values
+
+    def _read(self) -> torch.Tensor:
+        """The values: to be read only, they may be shared. Of `_shape` and `_dtype`, on `device`."""
+        if self._source.real is not None:
+            return self._real_view()
+        if self._pieces is not None:
+            return torch.cat([piece._read().to(self._dtype) for piece in self._pieces], self._dim).to(self.device)
+        return self._source.program.read(self).to(self.device)
+
+    def _land(self) -> torch.Tensor:
+        """This tensor as a view of real memory, shared with every view of the same source."""
+        source = self._source
+        if source.real is None:
+            if source.root is None:
+                whole = CheckpointTensor.of_entry(source)._read()
+            else:
+                whole = source.root._read()
+            # The memory of `real` is laid out as torch was told, and nobody else's.
+            root = source.root
+            shape, strides = (whole.shape, None) if root is None else (root._shape, root._strides)
+            real = torch.empty_strided(
+                shape, strides or _contiguous_strides(shape), dtype=whole.dtype, device=whole.device
+            )
+            real.copy_(whole)
+            source.real = real
+        return self._real_view()
+
+    def _real_view(self) -> torch.Tensor:
+        assert self._source.real is not None
+        storage = self._source.real.untyped_storage()
+        view = torch.empty(0, dtype=self._dtype, device=self._source.real.device)
+        return view.set_(storage, self._offset, self._shape, self._strides)
+
+    # ---- torch
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _BY_FUNCTION.get(func)
+        if handler is not None and args and isinstance(args[0], CheckpointTensor):
+            return handler(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default and not isinstance(args[0], CheckpointTensor):
+            return args[1]._source.program.record(args[0], args[1])
+        handler = _HANDLERS.get(func)
+        if handler is None and func.is_view and len(args) > 0 and isinstance(args[0], CheckpointTensor):
+            handler = _view_op
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        # Anything else: with real values. Shared memory where the op writes, or where its result may share memory.
+        mutates = func._schema.is_mutable
+        shares = mutates or any(returned.alias_info is not None for returned in func._schema.returns)
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, CheckpointTensor):
+                return value
+            return value._land() if shares else value._read()
+
+        result = func(*tree_map(real, list(args)), **tree_map(real, kwargs))
+        # An in-place op gives back its argument: the object that the caller has, not what stands for it.
+        return args[0] if mutates and isinstance(args[0], CheckpointTensor) and result is not None else result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        entry = self._source.entry
+        return (
+            f"CheckpointTensor({entry.name!r}, shape={tuple(self._shape)}, dtype={self._dtype}, "
+            f"file={entry.shard.path!r})"
+        )
+
+    # ---- what leaves torch: with real memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._land().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = memo[id(self)] = self._read().clone()
+        return copy
+
+    def is_shared(self) -> bool:
+        return self._source.real is not None and self._source.real.is_shared()
+
+
+def _make(
+    source: Source,
+    shape: Sizes,
+    strides: Sizes,
+    offset: int,
+    dtype: torch.dtype,
+    file_strides: Sizes,
+    file_offset: int,
+    file_dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> CheckpointTensor:
+    tensor: CheckpointTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        CheckpointTensor, shape, strides, offset, dtype=dtype, device=device or _CPU
+    )
+    tensor._source = source
+    tensor._shape = shape
+    tensor._strides = strides
+    tensor._offset = offset
+    tensor._dtype = dtype
+    tensor._file_strides = file_strides
+    tensor._file_offset = file_offset
+    tensor._file_dtype = file_dtype
+    tensor._pieces = None
+    tensor._dim = 0
+    return tensor
+
+
+_CPU = torch.device("cpu")
+
+
+def _contiguous_strides(shape: Sequence[int]) -> Sizes:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 1, 0, -1):
+        strides[i - 1] = strides[i] * max(1, shape[i])
+    return tuple(strides)
+
+
+def _concatenate(pieces: list[CheckpointTensor], dim: int) -> CheckpointTensor:
+    first = pieces[0]
+    shape = list(first._shape)
+    shape[dim] = sum(piece._shape[dim] for piece in pieces)
+    source = Source(first._source.program, first._source.entry, first._source.file)
+    strides = _contiguous_strides(shape)
+    whole = _make(source, tuple(shape), strides, 0, first._dtype, (), 0, first._dtype, first.device)
+    whole._pieces, whole._dim = pieces, dim
+    source.root = whole
+    return whole
+
+
+# ---- ops that stay recorded; NotImplemented: go on with real values
+
+
+def _view_op(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> Any:
+    """Any view op of torch: carried out on the geometry that torch sees, and on that of the file."""
+    if tensor._source.real is not None or func in _STORAGE_VIEWS:
+        return NotImplemented
+    seen = torch.empty_strided((0,), (1,), dtype=tensor._dtype, device="meta").as_strided(
+        tensor._shape, tensor._strides, 0
+    )
+    seen_result = func(seen, *args, **kwargs)  # raises what torch raises
+    if tensor._pieces is not None:
+        return tensor._alias() if func in _ALIASES else NotImplemented
+    filed = torch.empty_strided((0,), (1,), dtype=tensor._file_dtype, device="meta").as_strided(
+        tensor._shape, tensor._file_strides, 0
+    )
+    try:
+        filed_result = func(filed, *args, **kwargs)
+    except RuntimeError:  # a view of what torch sees, which the elements in the file do not form
+        return NotImplemented
+
+    def pair(seen: torch.Tensor, filed: torch.Tensor) -> CheckpointTensor:
+        return tensor._view(
+            tuple(seen.shape),
+            seen.stride(),
+            tensor._offset + seen.storage_offset(),
+            filed.stride(),
+            tensor._file_offset + filed.storage_offset() * tensor._file_dtype.itemsize,
+        )
+
+    if isinstance(seen_result, torch.Tensor):
+        return pair(seen_result, filed_result)
+    return [pair(s, f) for s, f in zip(seen_result, filed_result, strict=True)]
+
+
+def _view_dtype(func: Any, tensor: CheckpointTensor, dtype: torch.dtype) -> Any:
+    if tensor._source.real is not None or tensor._pieces is not None or tensor._dtype != tensor._file_dtype:
+        return NotImplemented
+    seen = torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device="meta")
+    filed = torch.empty_strided(tensor._shape, tensor._file_strides, dtype=tensor._dtype, device="meta")
+    new, old = dtype.itemsize, tensor._dtype.itemsize
+    if tensor._offset * old % new:
+        return NotImplemented
+    seen = func(seen, dtype)
+    try:
+        filed = func(filed, dtype)
+    except RuntimeError:
+        return NotImplemented
+    return _make(
+        tensor._source,
+        tuple(seen.shape),
+        seen.stride(),
+        tensor._offset * old // new,
+        dtype,
+        filed.stride(),
+        tensor._file_offset,
+        dtype,
+        tensor.device,
+    )
+
+
+def _slice(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> Any:
+    """A slice of a concatenation is one of the slices of its parts."""
+    if tensor._pieces is None or tensor._source.real is not None:
+        return _view_op(func, tensor, *args, **kwargs)
+    if kwargs or len(args) > 4:
+        return NotImplemented
+    dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+    dim = dim % len(tensor._shape)
+    begin, end, step = slice(start, end, step).indices(tensor._shape[dim])
+    if step != 1 or end <= begin:
+        return NotImplemented
+    if dim != tensor._dim:
+        parts = [func(piece, dim, begin, end) for piece in tensor._pieces]
+    else:
+        parts = []
+        for piece in tensor._pieces:
+            size = piece._shape[dim]
+            if begin < size and end > 0:
+                parts.append(func(piece, dim, max(0, begin), min(size, end)))
+            begin, end = begin - size, end - size
+    # Not a view in the sense of shared memory, which no write can tell: writing lands the whole of `tensor` first.
+    if not all(isinstance(part, CheckpointTensor) for part in parts):
+        return NotImplemented
+    result = _concatenate(parts, tensor._dim)
+    result._source.root = result
+    return result
+
+
+def _clone(func: Any, tensor: CheckpointTensor, *, memory_format: Any = torch.preserve_format) -> Any:
+    if tensor._source.real is not None:
+        return NotImplemented
+    seen = torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device="meta")
+    return tensor._copy(seen.clone(memory_format=memory_format).stride(), tensor._dtype, tensor.device)
+
+
+def _to_copy(func: Any, tensor: CheckpointTensor, **kwargs: Any) -> Any:
+    dtype = kwargs.get("dtype") or tensor._dtype
+    device = torch.device(kwargs.get("device") or tensor.device)
+    # One conversion is recorded; of two in a row the first may lose digits that the second would not have seen.
+    second = tensor._dtype != tensor._file_dtype and dtype != tensor._dtype
+    if tensor._source.real is not None or second or device.type == "meta":
+        return func(_stand_in(tensor), **kwargs) if device.type == "meta" else NotImplemented
+    if dtype != tensor._dtype and tensor._pieces is not None:
+        parts = [func(piece, dtype=dtype) for piece in tensor._pieces]
+        if not all(isinstance(part, CheckpointTensor) for part in parts):
+            return NotImplemented
+        return _concatenate(parts, tensor._dim)
+    seen = torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device="meta")
+    strides = func(seen, **{**kwargs, "device": None}).stride()
+    return tensor._copy(strides, dtype, device)
+
+
+def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(tensor, CheckpointTensor) and tensor._source.real is None for tensor in tensors):
+        return NotImplemented
+    func([_stand_in(tensor, device="meta") for tensor in tensors], dim)  # raises what torch raises
+    first = tensors[0]
+    if any(t._dtype != first._dtype or t.device != first.device or not t._shape for t in tensors):
+        return NotImplemented
+    pieces = [tensor for tensor in tensors if tensor._shape != (0,)] or [first]
+    return _concatenate(pieces, dim % len(pieces[0]._shape))
+
+
+def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(tensor, CheckpointTensor) for tensor in tensors):
+        return NotImplemented
+    func([_stand_in(tensor, device="meta") for tensor in tensors], dim)
+    dim = dim % (len(tensors[0]._shape) + 1)
+    return _cat(aten.cat.default, [tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _without_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ops that look at shape and dtype alone."""
+
+    def stand_in(value: Any) -> Any:
+        return _stand_in(value) if isinstance(value, CheckpointTensor) else value
+
+    return func(*tree_map(stand_in, list(args)), **tree_map(stand_in, kwargs))
+
+
+def _stand_in(tensor: CheckpointTensor, device: Any = None) -> torch.Tensor:
+    """A real tensor of the same geometry, its memory never touched."""
+    return torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device=device or tensor.device)
+
+
+# Ops whose result is a view of the storage, whatever the strides.
+_ALIASES = {aten.alias.default, aten.detach.default}
+_STORAGE_VIEWS = {aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _slice,
+    aten.view.dtype: _view_dtype,
+    aten._unsafe_view.default: _view_op,
+    aten._reshape_alias.default: lambda func, tensor, size, strides: _view_op(aten.view.default, tensor, size),
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    **{
+        op: _without_values
+        for op in (
+            aten.empty_like.default,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.rand_like.default,
+            aten.randn_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+            aten.is_pinned.default,
+            aten.is_same_size.default,
+        )
+    },
+}
+
+# Methods that hand out memory, or values to Python: of the landed tensor.
+_OF_LANDED = (
+    "__array__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "data_ptr",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+)
+
+
+def _of_landed(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def call(self: CheckpointTensor, *args: Any, **kwargs: Any) -> Any:
+        return method(self._land(), *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in _OF_LANDED:
+    setattr(CheckpointTensor, _name, _of_landed(_name))
+
+# What reaches __torch_function__ (torch.narrow, torch.Tensor.narrow) goes to the same methods.
+_BY_FUNCTION: dict[Any, Callable[..., Any]] = {
+    getattr(torch.Tensor, name): getattr(CheckpointTensor, name)
+    for name in (*_OF_LANDED, "__deepcopy__", "__getitem__", "__reduce_ex__", "__repr__", "is_shared", "narrow", "t")
+}
+_BY_FUNCTION |= {torch.narrow: CheckpointTensor.narrow, torch.t: CheckpointTensor.t}
+
