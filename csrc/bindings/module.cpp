@@ -236,9 +236,11 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "needed_for",
           [](const Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes,
-             const py::tuple& strides) { return ledger.needed_for(to_region(address, item_bytes, sizes, strides)); },
-          "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a,
-          "Ids of the pending transfers that must land before the region may be looked at.")
+             const py::tuple& strides, bool overwrites) {
+            return ledger.needed_for(to_region(address, item_bytes, sizes, strides), overwrites);
+          },
+          "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, py::kw_only(), "overwrites"_a = false,
+          "Ids of the pending transfers that must land before the region may be looked at, or replaced unseen.")
       .def(
           "drop_inside",
           [](Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {

@@ -41,16 +41,18 @@ void Ledger::add_write(const Region& region) {
   write_index_.insert(region.bounds(), static_cast<int64_t>(writes_.size()) - 1);
 }
 
-std::vector<int64_t> Ledger::needed_for(const Region& region) const {
+std::vector<int64_t> Ledger::needed_for(const Region& region, bool overwrites) const {
   std::vector<int64_t> needed;
   if (region.empty() || index_.empty()) return needed;
   std::unordered_set<int64_t> seen;
   const auto collect = [&](const Region& looked_at, int64_t before) {
     index_.visit_overlapping(looked_at.bounds(), [&](int64_t id) {
-      if (id < before && !seen.contains(id) && looked_at.overlaps(pending_.at(id).region)) {
-        seen.insert(id);
-        needed.push_back(id);
-      }
+      if (id >= before || seen.contains(id)) return;
+      const Pending& pending = pending_.at(id);
+      if (!looked_at.overlaps(pending.region)) return;
+      if (overwrites && pending.batch == kWaiting && region.covers(pending.region)) return;
+      seen.insert(id);
+      needed.push_back(id);
     });
   };
   collect(region, INT64_MAX);

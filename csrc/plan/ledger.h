@@ -45,7 +45,9 @@ class Ledger {
 
   // Ids of the pending transfers (waiting or started) that write a byte of `region`, and with them every earlier one
   // that they overlap, directly or through others: what has to land, in order, before someone may look at the region.
-  std::vector<int64_t> needed_for(const Region& region) const;
+  // With `overwrites`, someone is going to replace all of the region unseen: waiting transfers that write nothing else
+  // are not needed then, and are for drop_inside() when that has been done.
+  std::vector<int64_t> needed_for(const Region& region, bool overwrites = false) const;
 
   // Drops the waiting transfers that write only inside `region`.
   void drop_inside(const Region& region);

@@ -31,11 +31,10 @@ struct LaterSpan {
   }
 };
 
+// One run of bytes on both sides, which may be cut at any byte: what make_transfer() makes of contiguous copies.
 bool is_plain(const Transfer& transfer) {
-  if (transfer.src_type != transfer.dst_type) return false;
-  if (transfer.dims.empty()) return true;
-  const int64_t item = element_bytes(transfer.src_type);
-  return transfer.dims.size() == 1 && transfer.dims[0].src_stride == item && transfer.dims[0].dst_stride == item;
+  return transfer.src_type == ElementType::kBytes1 && transfer.dst_type == ElementType::kBytes1 &&
+         transfer.dims.size() == 1 && transfer.dims[0].src_stride == 1 && transfer.dims[0].dst_stride == 1;
 }
 
 // Cuts a transfer's source where its gaps are larger than the bound.
@@ -95,7 +94,7 @@ class FilePlanner {
       const Span span = pop();
       const ReadMode mode = mode_at(span.begin);
       prepare(span.transfer);
-      const std::optional<ByteRange> in_place = in_place_part(span, mode);
+      const std::optional<ByteRange> in_place = in_place_part(span, span.begin, mode);
       if (in_place && in_place->begin == span.begin) {
         read_in_place(span, *in_place, mode);
       } else {
@@ -169,15 +168,19 @@ class FilePlanner {
     return it->second + static_cast<int32_t>(step);
   }
 
-  // The part of a span, just popped, that can be read straight into its destination, if that is worth it.
-  std::optional<ByteRange> in_place_part(const Span& span, const ReadMode& mode) {
+  // The part of a span, just popped, that can be read straight into its destination, if that is worth it. `from` is
+  // the end of what is read already.
+  std::optional<ByteRange> in_place_part(const Span& span, int64_t from, const ReadMode& mode) {
     const Transfer& transfer = transfer_of(span);
-    if (!is_plain(transfer) || span.end - span.begin < kMinInPlaceBytes) return std::nullopt;
-    int64_t end = mode_end(span.begin, span.end, mode);
+    const int64_t begin = std::max(span.begin, from);
+    if (!is_plain(transfer) || span.end - begin < kMinInPlaceBytes) return std::nullopt;
+    int64_t end = mode_end(begin, span.end, mode);
     // Bytes that another transfer needs too go through staging, where both can take them.
     const Span* next = peek();
     if (next && next->begin < end) end = next->begin;
-    ByteRange part{align_up(span.begin, mode.offset_alignment), align_down(end, mode.offset_alignment)};
+    // A multiple of both, so that where the file is cut further on, memory is aligned too.
+    const int64_t alignment = std::max(mode.offset_alignment, mode.memory_alignment);
+    const ByteRange part{align_up(begin, alignment), align_down(end, alignment)};
     if (part.end - part.begin < kMinInPlaceBytes) return std::nullopt;
     if (mode.direct) {
       // Direct reads into small pages are slower than through staging (many more segments for the device).
@@ -225,7 +228,7 @@ class FilePlanner {
       const Span span = pop();
       const Transfer& transfer = transfer_of(span);
       prepare(span.transfer);
-      const std::optional<ByteRange> in_place = in_place_part(span, mode);
+      const std::optional<ByteRange> in_place = in_place_part(span, end, mode);
       const int64_t stop = in_place ? std::min(limit, in_place->begin) : limit;
       int64_t last = span.end <= stop ? span.last : elements_ending_by(transfer, stop);
       if (last <= span.first) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <exception>
+#include <utility>
 
 #include "util/align.h"
 #include "util/threads.h"
@@ -16,6 +17,7 @@ constexpr int kUnknown = -2;
 constexpr int kMaxRetries = 10'000;
 // From this many retries in a row on, a pause between them.
 constexpr int kRetriesBeforePause = 16;
+constexpr std::chrono::milliseconds kPause{1};
 // How long a lane waits for reads before it looks for new chunks.
 constexpr std::chrono::milliseconds kPollInterval{10};
 // A smaller chunk is not worth pinning a whole buffer for.
@@ -74,11 +76,17 @@ void Pipeline::Lane::read_until_stopped() {
       return;  // the reader's destructor waits for what is in flight
     }
     for (int i = 0; i < count; ++i) on_completion(completions[static_cast<size_t>(i)]);
+    if (std::exchange(busy_, false)) std::this_thread::sleep_for(kPause);
   }
 }
 
 void Pipeline::Lane::collect_requests() {
   requests_.clear();
+  if (pipeline_.failed()) {  // what is in flight comes back, nothing else is started
+    for (uint64_t token : again_) release(token);
+    again_.clear();
+    current_ = nullptr;
+  }
   while (!free_tokens_.empty() || !again_.empty()) {
     if (!again_.empty()) {
       requests_.push_back(request_for(again_.back()));
@@ -178,9 +186,8 @@ void Pipeline::Lane::on_completion(const ReadCompletion& completion) {
   if (completion.result == -EINTR || completion.result == -EAGAIN) {
     if (++active.num_retries > kMaxRetries) {
       fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
-    } else if (active.num_retries > kRetriesBeforePause) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    busy_ |= active.num_retries > kRetriesBeforePause;
   } else if (completion.result < 0) {
     fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
   } else if (completion.result == 0) {
@@ -202,14 +209,7 @@ void Pipeline::Lane::on_completion(const ReadCompletion& completion) {
       active.buffered = true;
     }
   }
-  std::unique_lock lock(pipeline_.mutex_);
-  const bool failed = static_cast<bool>(pipeline_.fault_);
-  lock.unlock();
-  if (failed) {
-    release(token);
-  } else {
-    again_.push_back(token);
-  }
+  again_.push_back(token);
 }
 
 void Pipeline::Lane::on_read_done(ActiveRead& active) {
@@ -227,17 +227,15 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
   if (done->work.buffer >= 0 && static_cast<size_t>(done->work.buffer) < buffer_index_.size()) {
     stats.registered[direct_] |= buffer_index_[static_cast<size_t>(done->work.buffer)] >= 0;
   }
-  if (chunk.num_pieces > 0) {
-    if (pipeline_.fault_) {
-      pipeline_.finish(done->work, false);
-    } else {
-      pipeline_.ready_.push_back(done->work);
-      pipeline_.worker_changed_.notify_one();
-    }
+  if (chunk.num_pieces > 0 && !pipeline_.fault_) {
+    pipeline_.ready_.push_back(done->work);
+    pipeline_.worker_changed_.notify_one();
   } else {
-    stats.in_place_bytes += first.length;
-    pipeline_.bytes_landed_.fetch_add(first.length, std::memory_order_relaxed);
-    pipeline_.finish(done->work, !pipeline_.fault_);
+    if (chunk.num_pieces == 0) {
+      stats.in_place_bytes += first.length;
+      pipeline_.bytes_landed_.fetch_add(first.length, std::memory_order_relaxed);
+    }
+    pipeline_.finish(done->work);
   }
   lock.unlock();
   std::erase_if(chunks_, [&](const auto& other) { return other.get() == done; });
@@ -245,8 +243,24 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
 
 void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
   const Read& read = *active.read;
+  const int64_t offset = read.offset + active.done;
   std::lock_guard lock(pipeline_.mutex_);
-  pipeline_.fail({kind, error, read.file, read.offset + active.done, read.transfer_id, {}});
+  pipeline_.fail({kind, error, read.file, offset, transfer_at(active, offset), {}});
+}
+
+int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) const {
+  const Plan& plan = active.chunk->work.segment->plan;
+  const Chunk& chunk = pipeline_.chunk_of(active.chunk->work);
+  int64_t id = active.read->transfer_id;
+  for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
+    const Piece& piece = plan.pieces[static_cast<size_t>(i)];
+    if (&plan.reads[static_cast<size_t>(piece.read)] != active.read) continue;
+    const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+    const int64_t begin = transfer.src_offset + source_byte(transfer, piece.first);
+    const int64_t end = transfer.src_offset + source_byte(transfer, piece.last - 1) + element_bytes(transfer.src_type);
+    if (begin <= offset && offset < end) id = transfer.id;
+  }
+  return id;
 }
 
 void Pipeline::Lane::release(uint64_t token) {

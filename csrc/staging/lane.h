@@ -42,6 +42,8 @@ class Pipeline::Lane {
   void on_completion(const ReadCompletion& completion);
   void on_read_done(ActiveRead& read);
   void fail(const ActiveRead& read, FaultKind kind, int error);
+  // The transfer that needs the byte at `offset`, or the read's first one.
+  int64_t transfer_at(const ActiveRead& read, int64_t offset) const;
   void release(uint64_t token);
 
   Pipeline& pipeline_;
@@ -55,6 +57,7 @@ class Pipeline::Lane {
   std::vector<uint64_t> again_;  // tokens to submit again
   std::vector<ReadRequest> requests_;
   int num_in_flight_ = 0;
+  bool busy_ = false;  // the system keeps saying "again": a pause is due
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet
   bool register_buffers_ = true;

@@ -34,13 +34,19 @@ int32_t Pipeline::add_file(std::string path, const FileIdentity& identity) {
   const auto index = static_cast<int32_t>(files_.size());
   files_.push_back(std::make_unique<SourceFile>(index, std::move(path), identity));
   file_users_.push_back(0);
+  direct_io_.emplace_back();
   stats_.files.emplace_back();
   return index;
 }
 
 DirectIo Pipeline::direct_io(int32_t file) const {
   std::lock_guard lock(mutex_);
-  return files_.at(static_cast<size_t>(file))->direct_io();
+  return direct_io_.at(static_cast<size_t>(file));
+}
+
+SourceFile& Pipeline::source_file(int32_t file) const {
+  std::lock_guard lock(mutex_);  // another thread may be adding files
+  return *files_[static_cast<size_t>(file)];
 }
 
 int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
@@ -53,6 +59,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   std::unique_lock lock(mutex_);
   segment->id = next_segment_++;
   const int64_t id = segment->id;
+  if (fault_) return id;  // over before it began, as wait() will tell
   for (int32_t file : segment->files) ++file_users_[static_cast<size_t>(file)];
   lock.unlock();
 
@@ -60,7 +67,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   // while they have users.
   Fault fault;
   for (int32_t file : segment->files) {
-    fault = files_[static_cast<size_t>(file)]->open(options_.strategy);
+    fault = source_file(file).open(options_.strategy);
     if (fault) {
       fault.transfer_id =
           std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
@@ -72,7 +79,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
     plan_options.chunk_bytes = options_.chunk_bytes;
     plan_options.merge_gap_bytes = options_.merge_gap_bytes;
     plan_options.mode_of = [&](int32_t file, ByteRange window) {
-      return files_[static_cast<size_t>(file)]->mode_of(options_.strategy, window);
+      return source_file(file).mode_of(options_.strategy, window);
     };
     if (options_.advise_hugepages) {
       plan_options.has_huge_pages = [](const Transfer& transfer) {
@@ -85,13 +92,12 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   }
 
   lock.lock();
-  if (!fault_) fault_ = std::move(fault);
-  if (fault_) {  // submit after a fault: the segment is over before it began
-    for (int32_t file : segment->files) --file_users_[static_cast<size_t>(file)];
-    segment_changed_.notify_all();
-    return id;
+  for (int32_t file : segment->files) {
+    direct_io_[static_cast<size_t>(file)] = files_[static_cast<size_t>(file)]->direct_io();
   }
-  start_threads();
+  if (fault) fail(std::move(fault));
+  if (fault_) return id;
+  start_threads(segment->plan);
   stats_.bytes_needed += segment->plan.bytes_needed;
   stats_.num_transfers += static_cast<int64_t>(segment->plan.transfers.size());
   Segment* added = segment.get();
@@ -105,20 +111,19 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   return id;
 }
 
-void Pipeline::start_threads() {
-  if (!workers_.empty()) return;
-  preparer_ = std::make_unique<PagePreparer>([this](int64_t done) {
-    std::lock_guard lock(mutex_);
-    prepared_ = done;
-    lane_changed_.notify_all();
-  });
-  for (int i = 0; i < std::max(1, options_.num_workers); ++i) {
-    workers_.push_back(start_thread("wl-worker", [this] { run_worker(); }));
+void Pipeline::start_threads(const Plan& plan) {
+  if (!preparer_) preparer_ = std::make_unique<PagePreparer>([this](int64_t count) { on_prepared(count); });
+  const auto num_workers = static_cast<size_t>(std::max(1, options_.num_workers));
+  workers_.reserve(num_workers);
+  while (workers_.size() < num_workers) workers_.push_back(start_thread("wl-worker", [this] { run_worker(); }));
+  for (const Chunk& chunk : plan.chunks) {
+    auto& lane = lanes_[chunk.direct];
+    if (!lane) lane = std::make_unique<Lane>(*this, chunk.direct);
   }
 }
 
 void Pipeline::dispatch() {
-  while (!waiting_.empty() && !(waiting_.front()->order == Order::kBarrier && num_active_ > 0)) {
+  while (!fault_ && !waiting_.empty() && !(waiting_.front()->order == Order::kBarrier && num_active_ > 0)) {
     Segment* segment = waiting_.front();
     waiting_.pop_front();
     start(*segment);
@@ -140,30 +145,43 @@ void Pipeline::start(Segment& segment) {
     if (work[direct].empty()) continue;
     auto& queue = lane_queues_[direct];
     queue.insert(urgent ? queue.begin() : queue.end(), work[direct].begin(), work[direct].end());
-    if (!lanes_[direct]) lanes_[direct] = std::make_unique<Lane>(*this, direct == 1);
   }
-  if (segment.chunks_left == 0) finish({&segment, -1, -1, 0, false}, true);
   lane_changed_.notify_all();
+  land_if_complete(segment);
 }
 
-void Pipeline::finish(const Work& work, bool landed) {
+void Pipeline::finish(const Work& work) {
   if (work.buffer >= 0) {
     ring_->give_back(work.buffer);
     lane_changed_.notify_all();
   }
-  if (!landed) return;
-  Segment* segment = work.segment;
-  if (work.chunk >= 0) --segment->chunks_left;
-  if (segment->chunks_left > 0) return;
-  landed_.push_back(segment->id);
+  --work.segment->chunks_left;
+  land_if_complete(*work.segment);
+}
+
+void Pipeline::on_prepared(int64_t count) {
+  std::lock_guard lock(mutex_);
+  prepared_ = count;
+  lane_changed_.notify_all();
+  const auto it = std::find_if(segments_.begin(), segments_.end(), [&](const auto& segment) {
+    return !segment->preparation_done.empty() && segment->preparation_done.back() == count;
+  });
+  if (it != segments_.end()) land_if_complete(**it);
+}
+
+void Pipeline::land_if_complete(Segment& segment) {
+  if (fault_ || segment.chunks_left > 0) return;
+  // While pages are still being made ready, the memory must not be freed.
+  if (!segment.preparation_done.empty() && segment.preparation_done.back() > prepared_) return;
+  landed_.push_back(segment.id);
   --num_active_;
-  for (int32_t file : segment->files) {
+  for (int32_t file : segment.files) {
     // Closed when nobody needs it: a checkpoint may have more shards than a process may have open files.
     if (--file_users_[static_cast<size_t>(file)] == 0) {
       files_[static_cast<size_t>(file)]->close();
     }
   }
-  std::erase_if(segments_, [&](const auto& other) { return other.get() == segment; });
+  std::erase_if(segments_, [&](const auto& other) { return other.get() == &segment; });
   segment_changed_.notify_all();
   dispatch();
 }
@@ -199,7 +217,7 @@ void Pipeline::run_worker() {
     }
     bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);
     lock.lock();
-    finish(work, wanted);
+    finish(work);
   }
 }
 
@@ -218,6 +236,11 @@ std::vector<int64_t> Pipeline::take_landed() {
 Fault Pipeline::fault() const {
   std::lock_guard lock(mutex_);
   return fault_;
+}
+
+bool Pipeline::failed() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<bool>(fault_);
 }
 
 void Pipeline::cancel() {

@@ -83,7 +83,8 @@ class Pipeline {
     kUrgent,   // ahead of everything that has not started
   };
   // Plans the transfers and starts reading. Returns the segment's id (ids ascend). A file that can't be opened makes
-  // the segment fail, which wait() tells.
+  // the segment fail, which wait() tells. Throws std::system_error when threads can't be started; nothing is submitted
+  // then.
   int64_t submit(std::vector<Transfer> transfers, Order order);
 
   // Waits until the segment has landed or failed, at most `timeout`. True: it is over; then fault() tells how.
@@ -116,13 +117,18 @@ class Pipeline {
   };
   class Lane;
 
-  Segment* find(int64_t segment);
-  void start_threads();
-  void dispatch();                             // moves segments that may start to the lanes; REQUIRES lock
-  void start(Segment& segment);                // REQUIRES lock
-  void finish(const Work& work, bool landed);  // REQUIRES lock
-  void fail(Fault fault);                      // REQUIRES lock
+  SourceFile& source_file(int32_t file) const;
+  bool failed() const;
   void run_worker();
+
+  // REQUIRE the lock:
+  void start_threads(const Plan& plan);     // those that it needs and that do not run yet
+  void dispatch();                          // moves segments that may start to the lanes
+  void start(Segment& segment);             // may end the segment, when it is empty
+  void finish(const Work& work);            // the chunk has landed, or is given up; may end its segment
+  void land_if_complete(Segment& segment);  // may end it
+  void on_prepared(int64_t count);
+  void fail(Fault fault);
   const Chunk& chunk_of(const Work& work) const { return work.segment->plan.chunks[static_cast<size_t>(work.chunk)]; }
 
   const PipelineOptions options_;
@@ -133,6 +139,7 @@ class Pipeline {
 
   std::vector<std::unique_ptr<SourceFile>> files_;
   std::vector<int> file_users_;                    // segments that need it open
+  std::vector<DirectIo> direct_io_;                // of each file, as known to others than submit()
   std::deque<std::unique_ptr<Segment>> segments_;  // not over, in the order of submission; waiting ones included
   std::deque<Segment*> waiting_;                   // not dispatched
   int64_t num_active_ = 0;                         // dispatched and not over

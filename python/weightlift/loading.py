@@ -20,7 +20,7 @@ from .program import Program
 from .progress import ProgressBar
 from .report import LoadReport
 from .tensor import CheckpointTensor
-from .watch import Watch, keep_doors
+from .watch import keep_doors, watching
 
 if TYPE_CHECKING:
     PathLike = str | os.PathLike[str]
@@ -82,7 +82,7 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
         self._started = time.perf_counter()
         self._program.start_recording(hold_seconds=hold_seconds)
         if watch:
-            self._block.enter_context(Watch(self._program))
+            self._block.enter_context(watching(self._program))
 
     def run(self) -> None:
         """Carries out what is recorded, and returns when it has landed.

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -137,8 +137,7 @@ class Program:
                 return dst
             if not self._record_native(dst, src):
                 # What the core can't do yet (other devices, other conversions, odd geometries): torch does it, now.
-                self.before_write(dst)
-                dst.copy_(src._read())
+                self.overwrite(dst, lambda: dst.copy_(src._read()))
                 self._used.add(src._source.entry.name)
         return dst
 
@@ -204,19 +203,20 @@ class Program:
                 if ids:
                     self._run_now(ids)
 
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Prepares for a write that replaces every value of a real tensor, without looking at them."""
-        if not _addressable(tensor):
-            return
+    def overwrite(self, tensor: torch.Tensor, write: Callable[[], Any]) -> Any:
+        """Does a write that replaces every value of a real tensor, and looks at none of them."""
+        if not (self.tracks_coverage or self._ledger.has_pending) or not _addressable(tensor):
+            return write()
         with self._lock:
             region = _region(tensor)
-            if self._ledger.has_pending:
-                self._ledger.drop_inside(*region)
-                ids = self._ledger.needed_for(*region)
-                if ids:
-                    self._run_now(ids)
+            ids = self._ledger.needed_for(*region, overwrites=True)
+            if ids:
+                self._run_now(ids)
+            result = write()
+            self._ledger.drop_inside(*region)
             if self.tracks_coverage:
                 self._ledger.add_write(*region)
+        return result
 
     def _run_now(self, ids: list[int]) -> None:
         self._check_destinations()

@@ -10,7 +10,7 @@ class ProgressBar:
     """Shows bytes done, of how many, and GB/s, on stderr. A context manager; used by one thread.
 
     Args:
-        total_bytes: bytes that the load needs. May be raised later by `grow_to`, while recording goes on.
+        total_bytes: bytes that the load needs, at most.
         enabled: False shows nothing, and costs nothing.
     """
 
@@ -25,12 +25,6 @@ class ProgressBar:
         """Moves the bar to `done_bytes`, counted from the start. A smaller number than before is ignored."""
         if self._bar is not None and done_bytes > self._bar.n:
             self._bar.update(done_bytes - self._bar.n)
-
-    def grow_to(self, total_bytes: int) -> None:
-        """Raises the total."""
-        if self._bar is not None and total_bytes > self._bar.total:
-            self._bar.total = total_bytes
-            self._bar.refresh()
 
     def close(self) -> None:
         if self._bar is not None:

@@ -7,6 +7,7 @@ real values. Nothing that torch's dispatcher or Python can ask of it is wrong, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Sizes = tuple[int, ...]
+_CPU = torch.device("cpu")
 
 
 class Source:
@@ -52,6 +54,7 @@ class CheckpointTensor(torch.Tensor):
     _strides: Sizes
     _offset: int
     _dtype: torch.dtype
+    _device: torch.device
     _file_strides: Sizes
     _file_offset: int
     _file_dtype: torch.dtype
@@ -65,11 +68,11 @@ class CheckpointTensor(torch.Tensor):
     def of_entry(source: Source) -> CheckpointTensor:
         entry = source.entry
         strides = _contiguous_strides(entry.shape)
-        return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype)
+        return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype, _CPU)
 
     def _view(self, shape: Sizes, strides: Sizes, offset: int, file_strides: Sizes, file_offset: int) -> CheckpointTensor:
         return _make(
-            self._source, shape, strides, offset, self._dtype, file_strides, file_offset, self._file_dtype, self.device
+            self._source, shape, strides, offset, self._dtype, file_strides, file_offset, self._file_dtype, self._device
         )
 
     def _alias(self) -> CheckpointTensor:
@@ -134,8 +137,8 @@ class CheckpointTensor(torch.Tensor):
         if self._source.real is not None:
             return self._real_view()
         if self._pieces is not None:
-            return torch.cat([piece._read().to(self._dtype) for piece in self._pieces], self._dim).to(self.device)
-        return self._source.program.read(self).to(self.device)
+            return torch.cat([piece._read().to(self._dtype) for piece in self._pieces], self._dim).to(self._device)
+        return self._source.program.read(self).to(self._device)
 
     def _land(self) -> torch.Tensor:
         """This tensor as a view of real memory, shared with every view of the same source."""
@@ -181,6 +184,8 @@ class CheckpointTensor(torch.Tensor):
         if func is aten.copy_.default and not isinstance(args[0], CheckpointTensor):
             return args[1]._source.program.record(args[0], args[1])
         handler = _HANDLERS.get(func)
+        if handler is None and is_composite(func):
+            return func.decompose(*args, **kwargs)
         if handler is None and func.is_view and len(args) > 0 and isinstance(args[0], CheckpointTensor):
             handler = _view_op
         if handler is not None:
@@ -229,16 +234,17 @@ def _make(
     file_strides: Sizes,
     file_offset: int,
     file_dtype: torch.dtype,
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> CheckpointTensor:
     tensor: CheckpointTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        CheckpointTensor, shape, strides, offset, dtype=dtype, device=device or _CPU
+        CheckpointTensor, shape, strides, offset, dtype=dtype, device=device
     )
     tensor._source = source
     tensor._shape = shape
     tensor._strides = strides
     tensor._offset = offset
     tensor._dtype = dtype
+    tensor._device = device
     tensor._file_strides = file_strides
     tensor._file_offset = file_offset
     tensor._file_dtype = file_dtype
@@ -247,7 +253,11 @@ def _make(
     return tensor
 
 
-_CPU = torch.device("cpu")
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether an op is made of others. Autograd takes such ops apart; in inference mode they arrive whole, and some that
+    torch lists as views (`to`, `reshape`, `contiguous`) are copies."""
+    return bool(func._can_decompose())
 
 
 def _contiguous_strides(shape: Sequence[int]) -> Sizes:
@@ -263,7 +273,7 @@ def _concatenate(pieces: list[CheckpointTensor], dim: int) -> CheckpointTensor:
     shape[dim] = sum(piece._shape[dim] for piece in pieces)
     source = Source(first._source.program, first._source.entry, first._source.file)
     strides = _contiguous_strides(shape)
-    whole = _make(source, tuple(shape), strides, 0, first._dtype, (), 0, first._dtype, first.device)
+    whole = _make(source, tuple(shape), strides, 0, first._dtype, (), 0, first._dtype, first._device)
     whole._pieces, whole._dim = pieces, dim
     source.root = whole
     return whole
@@ -326,7 +336,7 @@ def _view_dtype(func: Any, tensor: CheckpointTensor, dtype: torch.dtype) -> Any:
         filed.stride(),
         tensor._file_offset,
         dtype,
-        tensor.device,
+        tensor._device,
     )
 
 
@@ -362,12 +372,12 @@ def _clone(func: Any, tensor: CheckpointTensor, *, memory_format: Any = torch.pr
     if tensor._source.real is not None:
         return NotImplemented
     seen = torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device="meta")
-    return tensor._copy(seen.clone(memory_format=memory_format).stride(), tensor._dtype, tensor.device)
+    return tensor._copy(seen.clone(memory_format=memory_format).stride(), tensor._dtype, tensor._device)
 
 
 def _to_copy(func: Any, tensor: CheckpointTensor, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or tensor._dtype
-    device = torch.device(kwargs.get("device") or tensor.device)
+    device = torch.device(kwargs.get("device") or tensor._device)
     # One conversion is recorded; of two in a row the first may lose digits that the second would not have seen.
     second = tensor._dtype != tensor._file_dtype and dtype != tensor._dtype
     if tensor._source.real is not None or second or device.type == "meta":
@@ -385,10 +395,10 @@ def _to_copy(func: Any, tensor: CheckpointTensor, **kwargs: Any) -> Any:
 def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(isinstance(tensor, CheckpointTensor) and tensor._source.real is None for tensor in tensors):
         return NotImplemented
-    func([_stand_in(tensor, device="meta") for tensor in tensors], dim)  # raises what torch raises
     first = tensors[0]
-    if any(t._dtype != first._dtype or t.device != first.device or not t._shape for t in tensors):
+    if any(t._dtype != first._dtype or t._device != first._device or not t._shape for t in tensors):
         return NotImplemented
+    func([_stand_in(tensor, device="meta") for tensor in tensors], dim)  # raises what torch raises
     pieces = [tensor for tensor in tensors if tensor._shape != (0,)] or [first]
     return _concatenate(pieces, dim % len(pieces[0]._shape))
 
@@ -412,7 +422,7 @@ def _without_values(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _stand_in(tensor: CheckpointTensor, device: Any = None) -> torch.Tensor:
     """A real tensor of the same geometry, its memory never touched."""
-    return torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device=device or tensor.device)
+    return torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device=device or tensor._device)
 
 
 # Ops whose result is a view of the storage, whatever the strides.

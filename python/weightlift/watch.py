@@ -6,17 +6,18 @@ seen: raw pointers and arrays taken before, other threads, CUDA graphs; there th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.utils.dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .program import Program
-from .tensor import CheckpointTensor
+from .tensor import CheckpointTensor, is_composite
 
 aten = torch.ops.aten
 
@@ -54,37 +55,33 @@ _LOOKS_AT_NOTHING = {
 class Watch(TorchDispatchMode):
     """Runs what is pending just before an op would miss it."""
 
-    # Of the threads that record now. Looked at by the doors below.
-    programs: ClassVar[list[Program]] = []
-
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._program = program
 
-    def __enter__(self) -> Watch:
-        Watch.programs.append(self._program)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        Watch.programs.remove(self._program)
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import torch._dynamo, nearly a second, to keep it from compiling the method below; it never does."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:  # torch took the mode off for this call
+                return func.decompose(*args, **kwargs)
         looks, overwrites = _manner_of(func)
         if looks or overwrites:
             program = self._program
             if overwrites:
                 source = args[1] if len(args) > 1 else None
-                if type(source) is CheckpointTensor and func is aten.copy_.default and not _holds(args[0]):
+                if type(source) is CheckpointTensor and func is aten.copy_.default and type(args[0]) is not CheckpointTensor:
                     return source._source.program.record(args[0], source)
                 if isinstance(source, torch.Tensor):
                     self._before_read(source)
-                if type(args[0]) is not CheckpointTensor and (program.has_pending or program.tracks_coverage):
-                    program.before_write(args[0])
+                if type(args[0]) is not CheckpointTensor:
+                    return program.overwrite(args[0], lambda: func(*args, **kwargs))
             elif program.has_pending:
                 for value in args:
                     self._before_read(value)
@@ -101,8 +98,19 @@ class Watch(TorchDispatchMode):
                 self._before_read(item)
 
 
-def _holds(tensor: torch.Tensor) -> bool:
-    return type(tensor) is CheckpointTensor
+# Programs that are watched now; of all threads.
+_watched: list[Program] = []
+
+
+@contextlib.contextmanager
+def watching(program: Program) -> Iterator[None]:
+    """Watches the ops of this thread for the program."""
+    _watched.append(program)
+    try:
+        with Watch(program):
+            yield
+    finally:
+        _watched.remove(program)
 
 
 @functools.cache
@@ -146,7 +154,7 @@ def _run_before(method: Callable[..., Any]) -> Callable[..., Any]:
         if type(tensor) is CheckpointTensor:
             tensor = tensor._land()
         else:
-            for program in Watch.programs:
+            for program in _watched:
                 program.before_read(tensor)
         return method(tensor, *args, **kwargs)
 

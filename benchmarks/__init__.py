@@ -1,0 +1,1 @@
+"""Benchmarks, and what examples share with them. Not part of the package."""

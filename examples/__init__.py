@@ -1,0 +1,1 @@
+"""Examples. Run them from the root of the repository: python -m examples.demo."""

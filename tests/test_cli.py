@@ -1,0 +1,182 @@
+"""The command line as a script meets it: output, exit codes, errors without tracebacks."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightlift
+from weightlift.cli import main
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, write_checkpoint: Any) -> Path:
+    torch.manual_seed(0)
+    tensors = {
+        "a.weight": torch.randn(300, 64).to(torch.bfloat16),
+        "b.weight": torch.randn(16, 8),
+        "b.scale": torch.tensor(0.5),
+        "none": torch.empty(0, 4),
+    }
+    return write_checkpoint(tmp_path / "model", tensors, shards=2)
+
+
+def test_inspect_shows_shards_dtypes_and_sizes(checkpoint: Path, capsys: Output) -> None:
+    assert main(["inspect", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert "4 tensors" in out.splitlines()[0]
+    assert "2 shards" in out.splitlines()[0]
+    assert "bfloat16" in out
+    assert "model-00002-of-00002.safetensors" in out
+    assert "a.weight" not in out
+
+
+def test_inspect_lists_tensors_when_asked(checkpoint: Path, capsys: Output) -> None:
+    assert main(["inspect", "--tensors", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert "a.weight" in out
+    assert "[300, 64]" in out
+
+
+def test_inspect_as_json(checkpoint: Path, capsys: Output) -> None:
+    assert main(["inspect", "--json", "--tensors", str(checkpoint)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["num_tensors"] == 4
+    assert document["tensor_bytes"] == 300 * 64 * 2 + 16 * 8 * 4 + 4
+    assert document["dtypes"]["float32"] == {"num_tensors": 3, "bytes": 16 * 8 * 4 + 4}
+    assert [shard["num_tensors"] for shard in document["shards"]] == [2, 2]
+    assert {entry["name"]: entry["shape"] for entry in document["tensors"]}["none"] == [0, 4]
+
+
+def test_load_verifies_every_byte(checkpoint: Path, capsys: Output) -> None:
+    assert main(["load", "--verify", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Loaded ")
+    assert "4 tensors, every byte equal" in out
+
+
+def test_load_as_json_is_the_report(checkpoint: Path, capsys: Output) -> None:
+    assert main(["load", "--verify", "--json", "--strategy", "buffered", str(checkpoint)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["bytes_needed"] == 300 * 64 * 2 + 16 * 8 * 4 + 4
+    assert {file["strategy"] for file in document["files"]} == {"buffered"}
+    assert document["verify"] == {"num_compared": 4, "different": []}
+
+
+def test_load_whose_bytes_differ_fails(checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = weightlift.fast_load
+
+    def spoiled(state: Any, path: Any, **options: Any) -> Any:
+        report = real(state, path, **options)
+        state["b.weight"][3, 3] += 1
+        return report
+
+    monkeypatch.setattr(weightlift, "fast_load", spoiled)
+    assert main(["load", "--verify", str(checkpoint)]) == 1
+    assert "1 tensors differ: b.weight" in capsys.readouterr().out
+    assert main(["load", "--verify", "--json", str(checkpoint)]) == 1
+    assert json.loads(capsys.readouterr().out)["verify"]["different"] == ["b.weight"]
+
+
+def test_verify_without_safetensors_says_so_before_loading(
+    checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_import = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **options: Any) -> Any:
+        if name == "safetensors":
+            raise ImportError(name)
+        return real_import(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(weightlift, "fast_load", lambda *_, **__: pytest.fail("loaded first"))
+    assert main(["load", "--verify", str(checkpoint)]) == 2
+    assert "pip install safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "load"])
+def test_a_bad_checkpoint_is_one_line_and_code_1(tmp_path: Path, capsys: Output, command: str) -> None:
+    bad = tmp_path / "model.safetensors"
+    bad.write_bytes(b"<!DOCTYPE html><html></html>")
+    assert main([command, str(bad)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("weightlift: error: ")
+    assert captured.err.count("\n") == 1
+    assert str(bad) in captured.err
+
+
+def test_a_bad_checkpoint_as_json(tmp_path: Path, capsys: Output) -> None:
+    missing = tmp_path / "nowhere"
+    assert main(["inspect", "--json", str(missing)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    error = json.loads(captured.out)["error"]
+    assert error["type"] == "CheckpointNotFoundError"
+    assert str(missing) in error["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["inspect"], ["load", "x", "--strategy", "psychic"], ["load", "x", "--device", "abacus"]],
+)
+def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], capsys: Output) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("weightlift: error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_bad_variable_is_wrong_usage(checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTLIFT_QUEUE_DEPTH", "deep")
+    assert main(["load", "--json", str(checkpoint)]) == 2
+    assert "WEIGHTLIFT_QUEUE_DEPTH" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_help_documents_the_exit_codes(capsys: Output) -> None:
+    for arguments in (["--help"], ["load", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert "exit codes:" in capsys.readouterr().out
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "weightlift", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_runs_as_a_module(checkpoint: Path) -> None:
+    with _start("inspect", str(checkpoint)) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "4 tensors" in out
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path: Path, write_checkpoint: Any) -> None:
+    # More output than a pipe holds, so that the write meets the closed end.
+    folder = write_checkpoint(tmp_path, {f"layer.{i}.{'x' * 60}": torch.zeros(1) for i in range(2000)})
+    with _start("inspect", "--tensors", str(folder)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_ctrl_c_ends_with_130(capsys: Output, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    monkeypatch.setattr(weightlift, "fast_load", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["load", str(checkpoint)]) == 130
+    assert capsys.readouterr().err == "weightlift: interrupted\n"

@@ -1,0 +1,147 @@
+"""LoadConfig: argument, then environment, then automatic; bad values are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from weightlift.config import OPTIONS, LoadConfig, ResolvedConfig, environment_variable
+
+
+def test_nothing_said_gives_the_automatic_values() -> None:
+    resolved = LoadConfig().resolve({})
+    assert resolved == ResolvedConfig(
+        backend="auto",
+        strategy="auto",
+        queue_depth=None,
+        chunk_bytes=None,
+        staging_bytes=256 << 20,
+        merge_gap_bytes=None,
+        num_threads=None,
+        advise_hugepages=True,
+        coverage_wait_seconds=0.25,
+    )
+
+
+def test_environment_decides_what_arguments_leave_open() -> None:
+    environment = {
+        "WEIGHTLIFT_BACKEND": "pread",
+        "WEIGHTLIFT_STRATEGY": "buffered",
+        "WEIGHTLIFT_QUEUE_DEPTH": "16",
+        "WEIGHTLIFT_CHUNK_BYTES": "2MiB",
+        "WEIGHTLIFT_STAGING_BYTES": "1 GiB",
+        "WEIGHTLIFT_MERGE_GAP_BYTES": "65536",
+        "WEIGHTLIFT_NUM_THREADS": "3",
+        "WEIGHTLIFT_ADVISE_HUGEPAGES": "0",
+        "WEIGHTLIFT_COVERAGE_WAIT_SECONDS": "1.5",
+    }
+    resolved = LoadConfig(queue_depth=4, advise_hugepages=True).resolve(environment)
+    assert resolved == ResolvedConfig(
+        backend="pread",
+        strategy="buffered",
+        queue_depth=4,
+        chunk_bytes=2 << 20,
+        staging_bytes=1 << 30,
+        merge_gap_bytes=1 << 16,
+        num_threads=3,
+        advise_hugepages=True,
+        coverage_wait_seconds=1.5,
+    )
+    assert set(environment) == {environment_variable(name) for name in OPTIONS}
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTLIFT_QUEUE_DEPTH", "7")
+    assert LoadConfig().resolve().queue_depth == 7
+
+
+def test_an_empty_variable_says_nothing() -> None:
+    assert LoadConfig().resolve({"WEIGHTLIFT_STAGING_BYTES": " "}).staging_bytes == 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1048576", 1 << 20),
+        ("1048576B", 1 << 20),
+        ("1024K", 1 << 20),
+        ("1024KiB", 1 << 20),
+        ("3m", 3 << 20),
+        ("3 MiB", 3 << 20),
+        ("2g", 2 << 30),
+        ("2GIB", 2 << 30),
+    ],
+)
+def test_sizes_take_binary_suffixes(text: str, expected: int) -> None:
+    assert LoadConfig().resolve({"WEIGHTLIFT_STAGING_BYTES": text}).staging_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("backend", "uring"),
+        ("strategy", "Direct"),
+        ("queue_depth", "0"),
+        ("queue_depth", "many"),
+        ("queue_depth", "4.0"),
+        ("chunk_bytes", "4095"),
+        ("chunk_bytes", "2GiB"),
+        ("staging_bytes", "256MB"),  # 10**6 or 2**20? refused, not guessed
+        ("staging_bytes", "1.5GiB"),
+        ("staging_bytes", "-1"),
+        ("merge_gap_bytes", "lots"),
+        ("num_threads", "0"),
+        ("advise_hugepages", "maybe"),
+        ("coverage_wait_seconds", "-0.1"),
+        ("coverage_wait_seconds", "inf"),
+        ("coverage_wait_seconds", "nan"),
+    ],
+)
+def test_a_bad_variable_is_named_with_what_is_accepted(name: str, text: str) -> None:
+    variable = environment_variable(name)
+    with pytest.raises(ValueError, match=f"^{variable} is ") as caught:
+        LoadConfig().resolve({variable: text})
+    assert repr(text) in str(caught.value)
+    assert OPTIONS[name].accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backend", "mmap"),
+        ("strategy", 1),
+        ("queue_depth", True),
+        ("queue_depth", 4.0),
+        ("queue_depth", 4097),
+        ("chunk_bytes", "4MiB"),
+        ("staging_bytes", (1 << 20) - 1),
+        ("merge_gap_bytes", -1),
+        ("num_threads", -2),
+        ("advise_hugepages", 1),
+        ("coverage_wait_seconds", float("nan")),
+        ("coverage_wait_seconds", True),
+    ],
+)
+def test_a_bad_argument_is_named_with_what_is_accepted(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^LoadConfig\.{name} is ") as caught:
+        LoadConfig(**{name: value})
+    assert OPTIONS[name].accepted in str(caught.value)
+
+
+def test_a_chunk_has_to_fit_into_staging() -> None:
+    with pytest.raises(ValueError, match=r"chunk_bytes .* staging_bytes"):
+        LoadConfig(chunk_bytes=8 << 20).resolve({"WEIGHTLIFT_STAGING_BYTES": "4MiB"})
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LoadConfig().queue_depth = 3  # type: ignore[misc]
+
+
+def test_every_field_is_described_and_resolved() -> None:
+    names = [field.name for field in dataclasses.fields(LoadConfig)]
+    assert names == list(OPTIONS)
+    assert names == [field.name for field in dataclasses.fields(ResolvedConfig)]
+    assert all(option.effect.endswith(".") and option.when.endswith(".") for option in OPTIONS.values())
