@@ -225,7 +225,8 @@ PYBIND11_MODULE(_C, m) {
           },
           "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
           "sizes"_a,
-          "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap "
+          "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements "
+          "overlap "
           "on either side. Strides in elements, offset in bytes.")
       .def(
           "add_write",
@@ -236,9 +237,8 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "needed_for",
           [](const Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes,
-             const py::tuple& strides, bool overwrites) {
-            return ledger.needed_for(to_region(address, item_bytes, sizes, strides), overwrites);
-          },
+             const py::tuple& strides,
+             bool overwrites) { return ledger.needed_for(to_region(address, item_bytes, sizes, strides), overwrites); },
           "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, py::kw_only(), "overwrites"_a = false,
           "Ids of the pending transfers that must land before the region may be looked at, or replaced unseen.")
       .def(
@@ -261,7 +261,8 @@ PYBIND11_MODULE(_C, m) {
           "address"_a, "num_bytes"_a, "Byte ranges that nobody wrote, and that several transfers wrote.")
       .def_property_readonly("has_pending", &Ledger::has_pending)
       .def("pending_ids", &Ledger::pending_ids)
-      .def_property_readonly("num_dropped", &Ledger::num_dropped, "Recorded, and overwritten before they were started.");
+      .def_property_readonly("num_dropped", &Ledger::num_dropped,
+                             "Recorded, and overwritten before they were started.");
 
   py::class_<Pipeline>(m, "Pipeline",
                        "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.")

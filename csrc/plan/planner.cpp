@@ -82,10 +82,55 @@ int64_t element_end(const Transfer& transfer, int64_t index) {
   return transfer.src_offset + source_byte(transfer, index) + element_bytes(transfer.src_type);
 }
 
+// Memory that destinations fill and that is worth preparing.
+struct Destination {
+  ByteRange memory;
+  int32_t first_preparation = -1;  // position in Plan::preparations; -1: not listed yet
+};
+
+class Destinations {
+ public:
+  Destinations(const std::vector<Transfer>& transfers, const std::function<bool(ByteRange)>& can_prepare) {
+    if (!can_prepare) return;
+    std::vector<ByteRange> bounds;
+    bounds.reserve(transfers.size());
+    for (const Transfer& transfer : transfers) {
+      const ByteRange extent = bounds_of(transfer);
+      // A few columns of a wide matrix are no reason to give memory to all of it.
+      const int64_t filled = transfer.num_elements() * element_bytes(transfer.dst_type);
+      if (extent.size() <= kMaxSparseness * filled) bounds.push_back(extent);
+    }
+    for (const ByteRange& memory : unite(std::move(bounds))) {
+      if (memory.size() >= kMinPrepareBytes && can_prepare(memory)) destinations_.push_back({memory});
+    }
+  }
+
+  // The one that holds a transfer's destination, or null.
+  Destination* find(const Transfer& transfer) {
+    const auto begin = reinterpret_cast<int64_t>(transfer.dst);
+    auto it = std::upper_bound(destinations_.begin(), destinations_.end(), begin,
+                               [](int64_t at, const Destination& other) { return at < other.memory.begin; });
+    if (it == destinations_.begin() || (--it)->memory.end <= begin) return nullptr;
+    return &*it;
+  }
+
+ private:
+  static constexpr int64_t kMaxSparseness = 4;
+
+  static ByteRange bounds_of(const Transfer& transfer) {
+    const auto begin = reinterpret_cast<int64_t>(transfer.dst);
+    int64_t end = begin + element_bytes(transfer.dst_type);
+    for (const Dim& dim : transfer.dims) end += (dim.size - 1) * dim.dst_stride;
+    return {begin, end};
+  }
+
+  std::vector<Destination> destinations_;  // ascending, disjoint
+};
+
 class FilePlanner {
  public:
-  FilePlanner(Plan& plan, const PlanOptions& options, int32_t file, std::vector<Span> spans)
-      : plan_(plan), options_(options), file_(file), spans_(std::move(spans)) {
+  FilePlanner(Plan& plan, const PlanOptions& options, Destinations& destinations, int32_t file, std::vector<Span> spans)
+      : plan_(plan), options_(options), destinations_(destinations), file_(file), spans_(std::move(spans)) {
     std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return LaterSpan()(b, a); });
   }
 
@@ -93,7 +138,7 @@ class FilePlanner {
     while (peek()) {
       const Span span = pop();
       const ReadMode mode = mode_at(span.begin);
-      prepare(span.transfer);
+      prepare(transfer_of(span));
       const std::optional<ByteRange> in_place = in_place_part(span, span.begin, mode);
       if (in_place && in_place->begin == span.begin) {
         read_in_place(span, *in_place, mode);
@@ -141,31 +186,25 @@ class FilePlanner {
     return limit;
   }
 
-  // Large plain destinations are listed once, when the first of their bytes is planned.
-  void prepare(int32_t position) {
-    const Transfer& transfer = plan_.transfers[static_cast<size_t>(position)];
-    const int64_t bytes = transfer.num_elements() * element_bytes(transfer.dst_type);
-    if (bytes < kMinPrepareBytes || prepared_.contains(position)) return;
-    const int64_t begin = reinterpret_cast<int64_t>(transfer.dst);
-    if (!is_plain(transfer) || !options_.has_huge_pages || !options_.has_huge_pages(transfer)) {
-      prepared_.emplace(position, -1);
-      return;
-    }
-    prepared_.emplace(position, static_cast<int32_t>(plan_.preparations.size()));
-    for (int64_t at = begin; at < begin + bytes;) {
-      const int64_t end = std::min(begin + bytes, align_down(at, kPrepareStep) + kPrepareStep);
+  // Large destinations are listed once, when the first of their bytes is planned.
+  void prepare(const Transfer& transfer) {
+    Destination* destination = destinations_.find(transfer);
+    if (!destination || destination->first_preparation >= 0) return;
+    destination->first_preparation = static_cast<int32_t>(plan_.preparations.size());
+    const ByteRange memory = destination->memory;
+    for (int64_t at = memory.begin; at < memory.end;) {
+      const int64_t end = std::min(memory.end, align_down(at, kPrepareStep) + kPrepareStep);
       plan_.preparations.push_back({at, end});
       at = end;
     }
   }
 
   // The preparation that makes ready the byte before `end`, or -1.
-  int32_t preparation_for(int32_t position, const std::byte* end) const {
-    const auto it = prepared_.find(position);
-    if (it == prepared_.end() || it->second < 0) return -1;
-    const int64_t begin = reinterpret_cast<int64_t>(plan_.transfers[static_cast<size_t>(position)].dst);
-    const int64_t step = (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep - begin / kPrepareStep;
-    return it->second + static_cast<int32_t>(step);
+  int32_t preparation_for(const Transfer& transfer, const std::byte* end) {
+    const Destination* destination = destinations_.find(transfer);
+    if (!destination) return -1;
+    const int64_t step = (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep - destination->memory.begin / kPrepareStep;
+    return destination->first_preparation + static_cast<int32_t>(step);
   }
 
   // The part of a span, just popped, that can be read straight into its destination, if that is worth it. `from` is
@@ -184,8 +223,7 @@ class FilePlanner {
     if (part.end - part.begin < kMinInPlaceBytes) return std::nullopt;
     if (mode.direct) {
       // Direct reads into small pages are slower than through staging (many more segments for the device).
-      const auto it = prepared_.find(span.transfer);
-      if (it == prepared_.end() || it->second < 0) return std::nullopt;
+      if (!destinations_.find(transfer)) return std::nullopt;
       const int64_t address = reinterpret_cast<int64_t>(transfer.dst) + (part.begin - transfer.src_offset);
       if (!is_aligned(address, mode.memory_alignment)) return std::nullopt;
     }
@@ -200,7 +238,7 @@ class FilePlanner {
       close_chunk();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
-                              0, mode.direct, preparation_for(span.transfer, destination + (end - at))});
+                              0, mode.direct, preparation_for(transfer, destination + (end - at))});
       plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
       at = end;
     }
@@ -227,7 +265,7 @@ class FilePlanner {
     while (peek() && peek()->begin < limit && peek()->begin - end <= options_.merge_gap_bytes) {
       const Span span = pop();
       const Transfer& transfer = transfer_of(span);
-      prepare(span.transfer);
+      prepare(transfer_of(span));
       const std::optional<ByteRange> in_place = in_place_part(span, end, mode);
       const int64_t stop = in_place ? std::min(limit, in_place->begin) : limit;
       int64_t last = span.end <= stop ? span.last : elements_ending_by(transfer, stop);
@@ -280,13 +318,13 @@ class FilePlanner {
 
   Plan& plan_;
   const PlanOptions& options_;
+  Destinations& destinations_;
   const int32_t file_;
   std::vector<Span> spans_;  // sorted
   size_t next_ = 0;          // first not taken
   std::priority_queue<Span, std::vector<Span>, LaterSpan> rest_;
   std::map<int64_t, ReadMode> modes_;
-  std::map<int32_t, int32_t> prepared_;  // transfer -> its first preparation, -1: none
-  std::optional<Chunk> chunk_;           // the open one
+  std::optional<Chunk> chunk_;  // the open one
 };
 
 }  // namespace
@@ -299,7 +337,8 @@ Plan plan_reads(std::vector<Transfer> transfers, const PlanOptions& options) {
     const Transfer& transfer = plan.transfers[i];
     add_spans(transfer, static_cast<int32_t>(i), options.merge_gap_bytes, spans_of_file[transfer.file]);
   }
-  for (auto& [file, spans] : spans_of_file) FilePlanner(plan, options, file, std::move(spans)).run();
+  Destinations destinations(plan.transfers, options.can_prepare);
+  for (auto& [file, spans] : spans_of_file) FilePlanner(plan, options, destinations, file, std::move(spans)).run();
   return plan;
 }
 

@@ -33,16 +33,17 @@ struct PlanOptions {
   int64_t merge_gap_bytes = 0;  // see above
   // The way to read [begin, end) of a file; asked for windows of kModeWindow bytes.
   std::function<ReadMode(int32_t file, ByteRange window)> mode_of;
-  // Whether the memory of this plain transfer is worth reading into directly: it has huge pages or can be given them.
-  // Without: false.
-  std::function<bool(const Transfer&)> has_huge_pages;
+  // Whether this memory, of one or of several neighbouring destinations, shall be prepared: it is untouched, and may be
+  // given huge pages. Only prepared memory is read into directly. Without: none is.
+  std::function<bool(ByteRange)> can_prepare;
 };
 
 // Page-cache residency is asked for, and decides the mode, in windows of this size.
 inline constexpr int64_t kModeWindow = int64_t{8} << 20;
 // A shorter stretch is not worth a read of its own beside the staging buffers.
 inline constexpr int64_t kMinInPlaceBytes = int64_t{64} << 10;
-// Destinations from this size on are prepared: their pages are made ready ahead of the reads.
+// Destination memory from this size on is prepared: its pages are made ready ahead of the reads. Destinations that lie
+// side by side, as the experts of a fused parameter do, count together.
 inline constexpr int64_t kMinPrepareBytes = int64_t{4} << 20;
 // In steps of this size, aligned to it.
 inline constexpr int64_t kPrepareStep = int64_t{16} << 20;

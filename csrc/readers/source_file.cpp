@@ -25,20 +25,14 @@ Fault SourceFile::open(Strategy strategy) {
   if (buffered_) return {};
   UniqueFd fd(open_retrying(path_, 0));
   if (!fd) return {FaultKind::kOpen, errno, index_};
-  struct stat st{};
-  if (::fstat(fd.get(), &st) != 0) return {FaultKind::kOpen, errno, index_};
-  const int64_t mtime_ns = int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + st.st_mtim.tv_nsec;
-  if (st.st_dev != identity_.device || st.st_ino != identity_.inode || st.st_size != identity_.size ||
-      mtime_ns != identity_.mtime_ns) {
-    std::string detail = "size " + std::to_string(identity_.size) + " then, " + std::to_string(st.st_size) + " now";
-    return {FaultKind::kChanged, 0, index_, -1, -1, std::move(detail)};
-  }
+  if (Fault fault = compare(fd.get())) return fault;
   if (strategy != Strategy::kBuffered) {
     if (!probed_) direct_io_ = probe_direct(path_.c_str());
     probed_ = true;
     if (direct_io_.usable) {
       direct_ = UniqueFd(open_retrying(path_, O_DIRECT));
       if (!direct_) return {FaultKind::kOpen, errno, index_};
+      if (Fault fault = compare(direct_.get())) return fault;
     } else if (strategy == Strategy::kDirect) {
       return {FaultKind::kUnavailable, 0, index_, -1, -1, direct_io_.reason};
     }
@@ -46,6 +40,25 @@ Fault SourceFile::open(Strategy strategy) {
   if (strategy == Strategy::kAuto && direct_) residency_ = std::make_unique<Residency>(fd.get());
   buffered_ = std::move(fd);
   return {};
+}
+
+Fault SourceFile::check_unchanged() const { return compare(buffered_.get()); }
+
+Fault SourceFile::compare(int fd) const {
+  struct stat st{};
+  if (::fstat(fd, &st) != 0) return {FaultKind::kOpen, errno, index_};
+  const int64_t mtime_ns = int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + st.st_mtim.tv_nsec;
+  std::string detail;
+  if (st.st_size != identity_.size) {
+    detail = "it had " + std::to_string(identity_.size) + " bytes, it has " + std::to_string(st.st_size);
+  } else if (st.st_dev != identity_.device || st.st_ino != identity_.inode) {
+    detail = "another file has taken its place";
+  } else if (mtime_ns != identity_.mtime_ns) {
+    detail = "it has been written to";
+  } else {
+    return {};
+  }
+  return {FaultKind::kChanged, 0, index_, -1, -1, std::move(detail)};
 }
 
 void SourceFile::close() {

@@ -36,6 +36,10 @@ class SourceFile {
   Fault open(Strategy strategy);
   void close();
 
+  // Whether the open file still is what it was when it was parsed: a fault if it has been written to since. REQUIRES:
+  // open.
+  Fault check_unchanged() const;
+
   int buffered_fd() const { return buffered_.get(); }
   int direct_fd() const { return direct_.get(); }
   // Valid once open(), and kept after close().
@@ -45,6 +49,8 @@ class SourceFile {
   ReadMode mode_of(Strategy strategy, ByteRange range) const;
 
  private:
+  Fault compare(int fd) const;
+
   int32_t index_;
   std::string path_;
   FileIdentity identity_;

@@ -81,12 +81,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
     plan_options.mode_of = [&](int32_t file, ByteRange window) {
       return source_file(file).mode_of(options_.strategy, window);
     };
-    if (options_.advise_hugepages) {
-      plan_options.has_huge_pages = [](const Transfer& transfer) {
-        const int64_t begin = reinterpret_cast<int64_t>(transfer.dst);
-        return pages_untouched({begin, begin + transfer.num_elements() * element_bytes(transfer.dst_type)});
-      };
-    }
+    if (options_.advise_hugepages) plan_options.can_prepare = pages_untouched;
     segment->plan = plan_reads(std::move(transfers), plan_options);
     segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
   }
@@ -173,6 +168,9 @@ void Pipeline::land_if_complete(Segment& segment) {
   if (fault_ || segment.chunks_left > 0) return;
   // While pages are still being made ready, the memory must not be freed.
   if (!segment.preparation_done.empty() && segment.preparation_done.back() > prepared_) return;
+  for (int32_t file : segment.files) {
+    if (Fault fault = files_[static_cast<size_t>(file)]->check_unchanged()) return fail(std::move(fault));
+  }
   landed_.push_back(segment.id);
   --num_active_;
   for (int32_t file : segment.files) {
