@@ -24,8 +24,8 @@ def report() -> LoadReport:
         in_place_bytes=1 << 30,
         seconds={"header": 0.01, "record": 0.2, "wait": 0.8, "total": 1.0},
         files=[
-            FileReport("a.safetensors", 1 << 30, 1 << 30, "io_uring", "direct", "not in the page cache"),
-            FileReport("b.safetensors", 1 << 30, (1 << 30) + (1 << 20), "pread", "direct", "io_uring was refused"),
+            FileReport("a.safetensors", 1 << 30, "io_uring", "direct", "not in the page cache"),
+            FileReport("b.safetensors", (1 << 30) + (1 << 20), "pread", "direct", "io_uring was refused"),
         ],
         fallbacks=["io_uring: refused by seccomp; allow io_uring_setup"],
         gaps=["qkv_proj.weight[512:768]"],

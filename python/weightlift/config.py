@@ -132,7 +132,7 @@ class LoadConfig:
             "by storage",
             "Size of one read.",
             "Raise it on network storage; lower it to keep staging memory small.",
-            4 * KiB,
+            64 * KiB,
             GiB,
         ),
     ] = None

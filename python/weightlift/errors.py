@@ -76,8 +76,8 @@ class CheckpointReadError(_OSCheckpointError):
     """The operating system refused to open or read a file, or the file changed or ended during the load.
 
     Attributes:
-        incomplete: tensors of the checkpoint whose copies had been recorded and did not all land; where they were to go,
-            old and new values may be mixed.
+        incomplete: tensors of the checkpoint whose copies had been recorded and did not all land; where they were to
+            go, old and new values may be mixed.
     """
 
     incomplete: Sequence[str] = ()

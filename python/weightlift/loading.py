@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from .checkpoint import CheckpointFiles, locate
 from .config import LoadConfig
 from .errors import CheckpointMismatchError
 from .memory import allocate_like
-from .program import Program
+from .program import Program, is_dense
 from .progress import ProgressBar
 from .report import LoadReport
 from .tensor import CheckpointTensor
@@ -42,8 +42,9 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
         self._block = contextlib.ExitStack()
         self._header_seconds = header_seconds
         self._started = 0.0
-        self._recorded = 0.0
-        keep_doors(self)
+        self._waited = 0.0  # seconds of waiting for storage before
+        self._recorded = 0.0  # seconds of recording alone
+        keep_doors(program)
 
     # ---- mapping
 
@@ -80,6 +81,7 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
 
     def _start(self, *, hold_seconds: float, watch: bool) -> None:
         self._started = time.perf_counter()
+        self._waited = self._program.wait_seconds
         self._program.start_recording(hold_seconds=hold_seconds)
         if watch:
             self._block.enter_context(watching(self._program))
@@ -98,7 +100,7 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
     ) -> None:
         try:
             if kind is None:
-                self._recorded = time.perf_counter() - self._started
+                self._recorded = self._seconds_of_recording()
                 self.run()
         finally:
             self._block.close()
@@ -107,8 +109,11 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
                 self._program.abort()
             self.close()
 
+    def _seconds_of_recording(self) -> float:
+        return time.perf_counter() - self._started - (self._program.wait_seconds - self._waited)
+
     def close(self) -> None:
-        """Lets go of files, threads and memory. Tensors of this checkpoint can't be read any more. May be called twice."""
+        """Lets go of files, threads and memory: its tensors can't be read any more. May be called twice."""
         self._program.close()
 
     @property
@@ -149,7 +154,11 @@ def open_checkpoint(path: CheckpointPath, *, config: LoadConfig | None = None, w
 
 
 def load_file(
-    path: CheckpointPath, device: str | torch.device | int = "cpu", *, config: LoadConfig | None = None, progress: bool = False
+    path: CheckpointPath,
+    device: str | torch.device | int = "cpu",
+    *,
+    config: LoadConfig | None = None,
+    progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Loads every tensor; `safetensors.torch.load_file` for files, folders and indexes.
 
@@ -165,7 +174,7 @@ def load_file(
 
     Raises:
         CheckpointError: as `open_checkpoint`.
-        MemoryError: the tensors do not fit.
+        MemoryError: the tensors do not fit; of small ones and on other devices, torch's RuntimeError.
     """
     target = torch.device(device)
     with open_checkpoint(path, config=config, watch=False) as checkpoint:
@@ -229,8 +238,18 @@ def fast_load(
 def _targets(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What can be loaded, by name: parameters and persistent buffers, tied ones under each of their names."""
     if isinstance(model, torch.nn.Module):
-        return cast(dict[str, torch.Tensor], model.state_dict(keep_vars=True))
+        # Without the extra state of modules, which is not made of tensors.
+        return {name: value for name, value in model.state_dict(keep_vars=True).items() if not _is_extra_state(name)}
+    if not isinstance(model, Mapping):
+        raise TypeError(f"expected a module or a mapping from names to tensors, found {type(model).__name__}")
+    for name, value in model.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor to load into, found {type(value).__name__}")
     return dict(model)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def _reconcile(
@@ -265,7 +284,7 @@ def _reconcile(
     if mismatched or on_meta or (strict and (missing or unexpected)):
         raise CheckpointMismatchError(
             type(model).__name__,
-            path=path if isinstance(path, str) else None,
+            path=os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None,
             missing_keys=missing if strict else (),
             unexpected_keys=unexpected if strict else (),
             mismatched=mismatched,
@@ -301,11 +320,14 @@ def _load(
             if loader is not None:
                 loader(target, tensor)
             else:
-                # Not `target.copy_(tensor)`: the first op that torch hands to a tensor subclass costs half a second, for
+                # Not `target.copy_(tensor)`: the first op that torch hands to a tensor subclass costs half a second, in
                 # which it imports torch.distributed.tensor.
                 program.record(target, tensor)
-        report.seconds["record"] = time.perf_counter() - checkpoint._started
-        _check_coverage(model, {name: targets[name] for name in cut}, program, report, strict=strict)
+        report.seconds["record"] = checkpoint._seconds_of_recording()
+        # One that its loader replaced, `module.weight = Parameter(tensor)`, is as the loader wants it.
+        kept = _targets(model) if cut else {}
+        filled = {name: targets[name] for name in cut if kept.get(name) is targets[name]}
+        _check_coverage(model, filled, program, report, strict=strict)
         program.run()
         if isinstance(model, torch.nn.Module):
             _land_leftovers(model)
@@ -330,11 +352,11 @@ def _check_coverage(
 ) -> None:
     """Every byte of every parameter that a weight loader fills is written, and by one transfer."""
     for name, target in targets.items():
-        if target.device.type != "cpu" or not target.numel() or not target.is_contiguous():
+        if target.device.type != "cpu" or not target.numel() or not is_dense(target):
             continue
         gaps, doubles = program.coverage(target)
-        report.gaps += [f"{name}[{_rows(target, begin, end)}]" for begin, end in _merge_rows(target, gaps)]
-        report.double_writes += [f"{name}[{_rows(target, begin, end)}]" for begin, end in _merge_rows(target, doubles)]
+        report.gaps += _regions(name, target, gaps)
+        report.double_writes += _regions(name, target, doubles)
     if report.double_writes:
         logger.warning("written by more than one tensor of the checkpoint: %s", ", ".join(report.double_writes[:10]))
     if report.gaps and strict:
@@ -343,6 +365,13 @@ def _check_coverage(
             gaps=report.gaps,
             remedy="The weight loaders of these parameters left parts of them unset; pass strict=False to accept that.",
         )
+
+
+def _regions(name: str, target: torch.Tensor, ranges: list[tuple[int, int]]) -> list[str]:
+    """What to call these ranges of the bytes: by rows, `weight[512:768]`, where rows lie one after the other."""
+    if ranges and not target.is_contiguous():
+        return [f"{name} ({sum(end - begin for begin, end in ranges)} of {target.nbytes} bytes)"]
+    return [f"{name}[{_rows(target, begin, end)}]" for begin, end in _merge_rows(target, ranges)]
 
 
 def _merge_rows(target: torch.Tensor, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -370,7 +399,8 @@ def _row_bytes(target: torch.Tensor) -> int:
 def _land_leftovers(model: torch.nn.Module) -> None:
     """Puts real tensors in the place of CheckpointTensors that a loader left in the model."""
     for module in model.modules():
-        for place in (module._parameters, module._buffers, module.__dict__):
+        places: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+        for place in places:
             for name, value in list(place.items()):
                 if isinstance(value, CheckpointTensor):
                     real: torch.Tensor = value._land()
@@ -381,8 +411,7 @@ def _land_leftovers(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _progress_bar(checkpoint: Checkpoint, enabled: bool) -> Iterator[None]:
-    total = sum(entry.nbytes for entry in checkpoint.files.tensors.values()) if enabled else 0
-    with ProgressBar(total, enabled=enabled) as bar:
+    with ProgressBar(enabled=enabled) as bar:
         if enabled:
             checkpoint._program.on_progress = bar.update_to
         try:

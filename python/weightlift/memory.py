@@ -9,6 +9,7 @@ import torch
 
 from .checkpoint import CheckpointFiles, Shard
 from .config import MiB
+from .report import format_bytes
 
 # Direct reads need file offset and address to agree modulo this; no device asks for more.
 _ALIGNMENT = 4096
@@ -20,8 +21,12 @@ _MIN_SHARED_BYTES = 4 * MiB
 def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, torch.Tensor]:
     """An uninitialised tensor for every tensor of a checkpoint, in the order of the files.
 
-    On the CPU, those of a large shard lie in one mapping as they lie in the file, each address as far from a multiple of
-    4096 as its offset: O_DIRECT can then read into them. The mapping lives as long as one of its tensors.
+    On the CPU, those of a large shard lie in one mapping as they lie in the file, each address as far from a multiple
+    of 4096 as its offset: O_DIRECT can then read into them. The mapping lives as long as one of its tensors.
+
+    Raises:
+        MemoryError: there is no room for such a mapping.
+        RuntimeError: torch has no memory for the other tensors.
     """
     if device.type != "cpu":
         return {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in files.tensors.values()}
@@ -35,7 +40,7 @@ def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, tor
             address = base + entry.offset
             # torch wants elements at multiples of their size, which a file need not give.
             if mapping is None or entry.nbytes == 0 or address % entry.dtype.itemsize:
-                tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+                tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
                 continue
             memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, address - _address_of(mapping))
             tensors[entry.name] = torch.frombuffer(memory, dtype=entry.dtype).view(entry.shape)
@@ -47,7 +52,10 @@ def _map_like(shard: Shard) -> tuple[mmap.mmap | None, int]:
     data_bytes = shard.size - shard.data_offset
     if data_bytes < _MIN_SHARED_BYTES:
         return None, 0
-    mapping = mmap.mmap(-1, data_bytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, data_bytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{shard.path}: no memory for its {format_bytes(data_bytes)}: {error.strerror}") from error
     start = _address_of(mapping)
     first_huge = -(-start // _HUGE_PAGE) * _HUGE_PAGE
     return mapping, first_huge + shard.data_offset % _ALIGNMENT - shard.data_offset

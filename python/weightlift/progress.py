@@ -10,20 +10,20 @@ class ProgressBar:
     """Shows bytes done, of how many, and GB/s, on stderr. A context manager; used by one thread.
 
     Args:
-        total_bytes: bytes that the load needs, at most.
         enabled: False shows nothing, and costs nothing.
     """
 
-    def __init__(self, total_bytes: int, *, enabled: bool = True, description: str = "Loading weights") -> None:
+    def __init__(self, *, enabled: bool = True, description: str = "Loading weights") -> None:
         self._bar: Any = None
         if enabled:
             from tqdm import tqdm  # imported when first needed, so that `import weightlift` does not pay for it
 
-            self._bar = tqdm(total=total_bytes, desc=description, unit="B", unit_scale=True)
+            self._bar = tqdm(total=0, desc=description, unit="B", unit_scale=True)
 
-    def update_to(self, done_bytes: int) -> None:
-        """Moves the bar to `done_bytes`, counted from the start. A smaller number than before is ignored."""
-        if self._bar is not None and done_bytes > self._bar.n:
+    def update_to(self, done_bytes: int, total_bytes: int) -> None:
+        """Moves the bar to `done_bytes` of the `total_bytes` that are known to be needed so far."""
+        if self._bar is not None:
+            self._bar.total = total_bytes
             self._bar.update(done_bytes - self._bar.n)
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ class FileReport:
     """What was read of one file."""
 
     path: str
-    bytes_needed: int
     bytes_read: int
     reader: str  # "io_uring" or "pread"
     strategy: str  # "direct", "buffered", "direct (unproven)", or "mixed"

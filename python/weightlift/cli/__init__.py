@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except CommandError as error:
         return _report(error, error.exit_code, as_json="--json" in arguments)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         return _report(error, 1, as_json="--json" in arguments)
     return exit_code
 

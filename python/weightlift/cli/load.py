@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         config.resolve()
         device = torch.device(options.device)
-    except (ValueError, RuntimeError) as error:
+        torch.empty(0, device=device)
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise CommandError(str(error), exit_code=2) from error
     if options.verify:
         _import_safetensors()  # before the load, not after it
