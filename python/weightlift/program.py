@@ -1,13 +1,14 @@
 """Program: one load, recorded transfer by transfer and run by the native pipeline.
 
-Recording fills a ledger. From time to time what has gathered there, a segment, is handed to the pipeline, which reads it
-while recording goes on. Whatever someone wants to look at before its turn is run at once, that and nothing else.
+Recording fills a ledger. From time to time what has gathered there, a segment, is handed to the pipeline, which reads
+it while recording goes on. Whatever someone wants to look at before its turn is run at once, that and nothing else.
 """
 
 from __future__ import annotations
 
 import bisect
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from ._logging import logger
 from .config import MiB, ResolvedConfig
 from .errors import CheckpointError, CheckpointReadError, listed
 from .report import FileReport, LoadReport
-from .tensor import CheckpointTensor, Source
+from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointFiles, Shard, TensorEntry
@@ -37,10 +38,12 @@ _POLL_SECONDS = 0.05
 # What the core decides when the user does not, measured by benchmarks/load.py and csrc/readers.
 _QUEUE_DEPTH = 16
 _CHUNK_BYTES = 2 * MiB
-# An additional read costs about as much as 32 KiB of a running one; half of that keeps what is read in vain under 2 % of
-# pieces of 1 MiB.
+_CHUNK_UNIT = 64 << 10  # the core cuts chunks in multiples of it
+# An additional read costs about as much as 32 KiB of a running one; half of that keeps what is read in vain under 2 %
+# of pieces of 1 MiB.
 _MERGE_GAP_BYTES = 16 << 10
 _MAX_THREADS = 8
+_MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 
 # How the core knows element types: by size, or by name where numbers may be converted (csrc/transform/element.h).
 _TYPE_BY_SIZE = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
@@ -59,12 +62,15 @@ def _types(src: torch.dtype, dst: torch.dtype) -> tuple[int, int] | None:
 
 _TYPES: dict[tuple[torch.dtype, torch.dtype], tuple[int, int] | None] = {}
 
+# Programs that are watched now; of all threads.
+watched: list[Program] = []
+
 
 class Program:
     """Records the copies of one load, and runs them.
 
-    While it is `recording`, copies gather; else each is carried out at once. Any thread may record: order is the order in
-    which calls arrive.
+    While it is `recording`, copies gather; else each is carried out at once. Any thread may record: order is the order
+    in which calls arrive.
     """
 
     def __init__(self, files: CheckpointFiles, config: ResolvedConfig) -> None:
@@ -72,17 +78,24 @@ class Program:
         self.config = config
         self.recording = False
         self.closed = False
-        self.on_progress: Callable[[int], None] | None = None
+        # Called with the bytes that have landed, and those that are needed as far as known.
+        self.on_progress: Callable[[int, int], None] | None = None
         self.tracks_coverage = False
         self._file_of = {id(shard): index for index, shard in enumerate(files.shards)}
         self._ledger = _C.Ledger()
         self._pipeline: _C.Pipeline | None = None
         self._lock = threading.RLock()
         self._sources: list[TensorEntry] = []  # of each transfer, by id
-        # The memory of destinations, by address. Held until all has landed, so that it can't be freed or used again.
-        self._waiting_memory: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._started_memory: list[dict[int, tuple[torch.UntypedStorage, int]]] = []
+        # The memory of destinations, with its address and size. Held until all has landed, so that it can't be freed or
+        # used again.
+        self._waiting_memory: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        self._started_memory: list[dict[int, tuple[torch.UntypedStorage, int, int]]] = []
+        # Tensors that are being read into on the spot. One stays here when Ctrl-C ends the wait for it.
+        self._reading: dict[int, torch.Tensor] = {}
         self._labels: dict[int, int] = {}  # segment -> its batch in the ledger
+        self._max_open_files = _max_open_files()
+        self._waiting_files: set[int] = set()  # of what has not been started
+        self._open_files: dict[int, int] = {}  # segment -> how many files are open for it
         self._last_file = -1
         self._hold_until = 0.0
         self._small: dict[int, torch.Tensor] = {}
@@ -90,8 +103,9 @@ class Program:
         self._forced: set[str] = set()
         self._used: set[str] = set()
         self._num_dropped = 0
-        self._wait_seconds = 0.0
+        self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
+        self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
 
     # ---- recording
 
@@ -120,39 +134,43 @@ class Program:
         Raises:
             RuntimeError: shapes do not fit, in torch's words; the program is closed.
         """
-        shape = src._shape
-        if dst.device.type == "meta" or dst.shape != shape or dst.numel() == 0:
+        if dst.shape != src._shape or dst.device.type == "meta" or dst.numel() == 0:
             _check_copy(dst, src)  # raises what torch raises
             if dst.device.type == "meta" or dst.numel() == 0:
                 return dst
+        for program in watched:
+            if program is not self:
+                program.before_read(dst)  # order among programs: what the others have pending there is first
         with self._lock:
             self._require_open(src)
-            if src._pieces is not None and dst.shape == shape and src._source.real is None:
-                start = 0
-                for piece in src._pieces:
-                    size = piece._shape[src._dim]
-                    if size:
-                        self.record(dst.narrow(src._dim, start, size), piece)
-                    start += size
-                return dst
-            if not self._record_native(dst, src):
-                # What the core can't do yet (other devices, other conversions, odd geometries): torch does it, now.
-                self.overwrite(dst, lambda: dst.copy_(src._read()))
-                self._used.add(src._source.entry.name)
+            self._record(dst, src)
         return dst
+
+    def _record(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
+        if src._pieces is not None and dst.shape == src._shape and src._source.real is None:
+            start = 0
+            for piece in src._pieces:
+                size = piece._shape[src._dim]
+                if size:
+                    self._record(dst.narrow(src._dim, start, size), piece)
+                start += size
+        elif not self._record_native(dst, src):
+            # What the core can't do yet (other devices, other conversions, odd geometries): torch does it, now.
+            self.overwrite(dst, lambda: dst.copy_(src._read()))
+            self._used.add(src._source.entry.name)
 
     def _record_native(self, dst: torch.Tensor, src: CheckpointTensor) -> bool:
         source = src._source
         strides = src._file_strides
-        if dst.device.type != "cpu" or source.real is not None or src._pieces is not None or dst.is_neg() or dst.is_conj():
+        if source.real is not None or src._pieces is not None or not addressable(dst) or dst.is_neg() or dst.is_conj():
             return False
         seen, filed, wanted = src._dtype, src._file_dtype, dst.dtype
         if seen != filed and seen != wanted:
             return False  # two conversions in a row
         key = (filed, wanted)
-        types = _TYPES.get(key, ())
-        if types == ():
-            types = _TYPES[key] = _types(filed, wanted)
+        if key not in _TYPES:
+            _TYPES[key] = _types(filed, wanted)
+        types = _TYPES[key]
         if types is None:
             return False
         shape = src._shape
@@ -161,10 +179,9 @@ class Program:
                 0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)
             )
             shape = tuple(dst.shape)
-        storage = dst.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._waiting_memory:
-            self._waiting_memory[address] = (storage, storage.nbytes())
+        storage = storage_of(dst)
+        if storage._cdata not in self._waiting_memory:
+            self._waiting_memory[storage._cdata] = (storage, storage.data_ptr(), storage.nbytes())
         waiting = self._ledger.record(
             len(self._sources),
             source.file,
@@ -179,8 +196,11 @@ class Program:
         if waiting < 0:
             return False  # overlapping windows, on either side
         self._sources.append(source.entry)
+        self._waiting_files.add(source.file)
         if not self.recording:
             self.run()
+        elif len(self._waiting_files) == self._max_open_files:
+            self._start_segment()
         elif waiting >= _SHARD_SEGMENT_BYTES and (waiting >= _SEGMENT_BYTES or source.file != self._last_file):
             if self._hold_until and time.monotonic() >= self._hold_until:
                 self._hold_until = 0.0
@@ -197,15 +217,26 @@ class Program:
 
     def before_read(self, tensor: torch.Tensor) -> None:
         """Runs what has to land before the values of a real tensor may be looked at."""
-        if self._ledger.has_pending and _addressable(tensor):
+        if self._ledger.has_pending and addressable(tensor):
             with self._lock:
                 ids = self._ledger.needed_for(*_region(tensor))
                 if ids:
                     self._run_now(ids)
 
+    def before_look(self, tensor: torch.Tensor) -> None:
+        """`before_read`, for this program and every other that is watched."""
+        for program in (self, *watched):
+            program.before_read(tensor)
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Takes all of a real tensor for written, by other means than a copy."""
+        if self.tracks_coverage and addressable(tensor):
+            with self._lock:
+                self._ledger.add_write(*_region(tensor))
+
     def overwrite(self, tensor: torch.Tensor, write: Callable[[], Any]) -> Any:
         """Does a write that replaces every value of a real tensor, and looks at none of them."""
-        if not (self.tracks_coverage or self._ledger.has_pending) or not _addressable(tensor):
+        if not (self.tracks_coverage or self._ledger.has_pending) or not addressable(tensor):
             return write()
         with self._lock:
             region = _region(tensor)
@@ -214,8 +245,7 @@ class Program:
                 self._run_now(ids)
             result = write()
             self._ledger.drop_inside(*region)
-            if self.tracks_coverage:
-                self._ledger.add_write(*region)
+            self.note_write(tensor)
         return result
 
     def _run_now(self, ids: list[int]) -> None:
@@ -233,46 +263,45 @@ class Program:
         self._require_open(tensor)
         source = tensor._source
         shape, strides = tensor._shape, tensor._file_strides
-        if 0 in shape:
-            return torch.empty(shape, dtype=tensor._dtype)
-        with self._lock:
+        entry = source.entry
+        # Real memory, whatever modes the caller has set: some of it is kept for others.
+        with self._lock, torch._C._DisableTorchDispatch():
             if self.recording:
-                self._forced.add(source.entry.name)
-            self._used.add(source.entry.name)
-            if source.entry.nbytes <= _SMALL_BYTES:
-                flat = self._small_values(source.entry)
-                values = _view_of_bytes(flat, tensor, tensor._file_offset - source.entry.offset)
-            elif _is_nested(shape, strides):
-                values = torch.empty(shape, dtype=tensor._file_dtype)
-                self._read_into(
-                    [(source, tensor._file_dtype, tensor._file_offset, strides, values.data_ptr(), values.stride(), shape)]
-                )
-            else:  # overlapping windows: of the whole
-                entry = source.entry
-                flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-                self._read_into([(source, torch.uint8, entry.offset, (1,), flat.data_ptr(), (1,), (entry.nbytes,))])
-                values = _view_of_bytes(flat, tensor, tensor._file_offset - entry.offset)
-        return values.to(tensor._dtype)
+                self._forced.add(entry.name)
+            self._used.add(entry.name)
+            if 0 in shape or (entry.nbytes > _SMALL_BYTES and _is_nested(shape, strides)):
+                values = empty(shape, contiguous_strides(shape), tensor._file_dtype)
+                self._read_into(values, source, tensor._file_offset, strides)
+            else:
+                if entry.nbytes <= _SMALL_BYTES:
+                    flat = self._small_values(entry)
+                else:  # overlapping windows: of the whole
+                    flat = empty((entry.nbytes,), (1,), torch.uint8)
+                    self._read_into(flat, source, entry.offset, (1,))
+                values = _copy_of_bytes(flat, tensor, tensor._file_offset - entry.offset)
+            return values.to(tensor._dtype)
 
-    def _read_into(
-        self, reads: Sequence[tuple[Source, torch.dtype, int, Sequence[int], int, Sequence[int], Sequence[int]]]
-    ) -> None:
+    def _read_into(self, values: torch.Tensor, source: Source, offset: int, strides: Sequence[int]) -> None:
+        """Fills a contiguous tensor with the elements at a byte offset of the file, now."""
+        if not values.numel():
+            return
+        code = _TYPE_BY_SIZE[values.dtype.itemsize]
         batch = _C.Batch()
-        for source, dtype, offset, src_strides, address, dst_strides, shape in reads:
-            code = _TYPE_BY_SIZE[dtype.itemsize]
-            batch.add(
-                len(self._sources),
-                source.file,
-                code,
-                offset,
-                tuple(src_strides),
-                code,
-                address,
-                tuple(dst_strides),
-                tuple(shape),
-            )
-            self._sources.append(source.entry)
+        batch.add(
+            len(self._sources),
+            source.file,
+            code,
+            offset,
+            tuple(strides),
+            code,
+            values.data_ptr(),
+            values.stride(),
+            tuple(values.shape),
+        )
+        self._sources.append(source.entry)
+        self._reading[id(values)] = values
         self._wait(self._submit(batch, urgent=True))
+        del self._reading[id(values)]
 
     def _small_values(self, entry: TensorEntry) -> torch.Tensor:
         """The bytes of a small tensor, out of one read of the run of small tensors around it."""
@@ -292,9 +321,8 @@ class Program:
         ):
             last += 1
         run = tensors[first : last + 1]
-        memory = torch.empty(run[-1].offset + run[-1].nbytes - begin, dtype=torch.uint8)
-        source = Source(self, entry, self._file_of[id(entry.shard)])
-        self._read_into([(source, torch.uint8, begin, (1,), memory.data_ptr(), (1,), (memory.numel(),))])
+        memory = empty((run[-1].offset + run[-1].nbytes - begin,), (1,), torch.uint8)
+        self._read_into(memory, Source(self, entry, self._file_of[id(entry.shard)]), begin, (1,))
         for small in run:
             self._small[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
         return self._small[id(entry)]
@@ -308,17 +336,24 @@ class Program:
             CheckpointReadError: storage failed, or a file has changed; nothing more is read then.
         """
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             started = time.perf_counter()
             self._start_segment()
             for segment in list(self._labels):
                 self._wait(segment)
             self._started_memory.clear()
-            self._wait_seconds += time.perf_counter() - started
+            self.wait_seconds += time.perf_counter() - started
 
     def _start_segment(self) -> None:
         self._check_destinations()
+        while self._open_files and sum(self._open_files.values()) + len(self._waiting_files) > self._max_open_files:
+            self._wait(next(iter(self._open_files)))
         for batch in self._ledger.start():
-            self._submit(batch, barrier=batch.level > 0)
+            segment = self._submit(batch, barrier=batch.level > 0)
+            if segment in self._labels:
+                self._open_files[segment] = len(self._waiting_files)
+        self._waiting_files.clear()
         self._started_memory.append(self._waiting_memory)
         self._waiting_memory = {}
 
@@ -337,20 +372,26 @@ class Program:
                 self._wait(segment)
 
     def _wait(self, segment: int) -> None:
-        pipeline = self._pipeline
-        assert pipeline is not None
-        while not pipeline.wait(segment, _POLL_SECONDS):
-            if self.on_progress is not None:
-                self.on_progress(pipeline.bytes_landed)
+        # No second reference to the pipeline: an exception keeps the frame, which would keep the pipeline, and its
+        # threads, after abort().
+        assert self._pipeline is not None
+        while not self._pipeline.wait(segment, _POLL_SECONDS):
+            self._tell_progress()
         self._note_landed()
-        if pipeline.fault() is not None:
-            raise self._failure()
-        if self.on_progress is not None:
-            self.on_progress(pipeline.bytes_landed)
+        if self._pipeline.fault() is not None:
+            raise self._end(self._failure())
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self.on_progress is not None and self._pipeline is not None:
+            needed = self._pipeline.stats()["bytes_needed"]
+            # What two transfers need is read once and lands twice.
+            self.on_progress(min(self._pipeline.bytes_landed, needed), needed)
 
     def _note_landed(self) -> None:
         assert self._pipeline is not None
         for segment in self._pipeline.take_landed():
+            self._open_files.pop(segment, None)
             label = self._labels.pop(segment, -1)
             if label >= 0:
                 self._ledger.landed(label)
@@ -358,13 +399,13 @@ class Program:
     def _make_pipeline(self) -> _C.Pipeline:
         config = self.config
         num_threads = config.num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        chunk_bytes = config.chunk_bytes or min(_CHUNK_BYTES, config.staging_bytes // (64 << 10) * (64 << 10))
+        chunk_bytes = min(config.chunk_bytes or _CHUNK_BYTES, config.staging_bytes)
         pipeline = _C.Pipeline(
             strategy=config.strategy,
             backend=config.backend,
             queue_depth=config.queue_depth or _QUEUE_DEPTH,
             num_threads=num_threads,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=chunk_bytes // _CHUNK_UNIT * _CHUNK_UNIT,
             staging_bytes=config.staging_bytes,
             merge_gap_bytes=_MERGE_GAP_BYTES if config.merge_gap_bytes is None else config.merge_gap_bytes,
             advise_hugepages=config.advise_hugepages,
@@ -374,13 +415,15 @@ class Program:
         return pipeline
 
     def _check_destinations(self) -> None:
-        for address, (storage, num_bytes) in self._waiting_memory.items():
-            if storage.data_ptr() != address or storage.nbytes() != num_bytes:
+        for storage, address, num_bytes in self._waiting_memory.values():
+            changed = storage.data_ptr() != address or storage.nbytes() != num_bytes
+            if changed and self._ledger.needed_for(address, 1, (num_bytes,), (1,)):
                 name = self.name_of(address) or f"a destination of {num_bytes} bytes"
-                self.abort()
-                raise RuntimeError(
-                    f"{name}: its memory was replaced or resized after a copy into it was recorded; "
-                    "call run() before changing the memory of parameters"
+                raise self._end(
+                    RuntimeError(
+                        f"{name}: its memory was replaced or resized after a copy into it was recorded; "
+                        "call run() before changing the memory of parameters"
+                    )
                 )
 
     # ---- ending
@@ -388,14 +431,28 @@ class Program:
     def abort(self) -> None:
         """Drops what has not landed, and reads nothing more. Returns when no read is in flight."""
         self.recording = False
-        if self._pipeline is not None:
-            self._pipeline.cancel()
+        pipeline = self._pipeline
+        if pipeline is not None:
+            pipeline.cancel()  # so that a thread that waits for it lets go of the lock
+            del pipeline
+        with self._lock:
             self._end_pipeline()
-        self._num_dropped += self._ledger.num_dropped
-        self._ledger = _C.Ledger()
-        self._labels.clear()
-        self._waiting_memory = {}
-        self._started_memory.clear()
+            self._num_dropped += self._ledger.num_dropped
+            self._ledger = _C.Ledger()
+            self._labels.clear()
+            self._open_files.clear()
+            self._waiting_files.clear()
+            self._waiting_memory = {}
+            self._started_memory.clear()
+            self._reading.clear()
+
+    def _end(self, failure: Exception) -> Exception:
+        """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
+        well."""
+        if self.recording:
+            self._failed = failure
+        self.abort()
+        return failure
 
     def close(self) -> None:
         """Ends threads, closes files, lets go of destinations. What was not run is dropped."""
@@ -403,43 +460,55 @@ class Program:
             self.abort()
             self.closed = True
             self._small.clear()
+            self._failed = None  # its traceback holds the frames of the caller, and so the model
 
     def _end_pipeline(self) -> None:
         if self._pipeline is not None:
-            self._past.append(self._pipeline.stats())
+            stats = self._pipeline.stats()
+            for text in stats["fallbacks"]:
+                logger.warning("%s", text)
+            self._past.append(stats)
             self._pipeline = None
 
     def _require_open(self, tensor: CheckpointTensor) -> None:
         if self.closed:
             name = tensor._source.entry.name
             raise RuntimeError(f"{name}: its checkpoint has been closed; copy what you need before closing it")
+        if self._failed is not None:
+            raise self._failed
 
     def _failure(self) -> Exception:
-        """The pipeline's fault as an exception; nothing is pending afterwards."""
-        pipeline = self._pipeline
-        assert pipeline is not None
-        kind, error, file, offset, transfer, detail = pipeline.fault()
+        """The pipeline's fault as an exception."""
+        assert self._pipeline is not None
+        kind, error, file, offset, transfer, detail = self._pipeline.fault()
         incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
-        self.abort()
         shard: Shard | None = self.files.shards[file] if file >= 0 else None
         entry = self._sources[transfer] if transfer >= 0 else None
         path = shard.path if shard else None
         name = entry.name if entry else None
         rest = f"; not loaded: {listed(incomplete)}" if incomplete else ""
         if kind == "unavailable":
+            if path is not None:
+                detail = f'strategy="direct" is not to be had here: {detail}; use strategy="auto" or "buffered"'
+            elif self.config.backend == "io_uring":
+                detail = f'backend="io_uring" is not to be had here: {detail}; use backend="auto" or "pread"'
             return CheckpointError(f"{detail}{rest}", reason="Unavailable", path=path)
         if kind == "cancelled":
             return RuntimeError(f"the load was cancelled{rest}")
         if kind == "end_of_file":
             assert shard is not None
-            problem = f"the file ended at byte {offset}, its header promises {shard.size}; it was truncated during the load"
+            problem = (
+                f"the file ended at byte {offset}, its header promises {shard.size}; it was truncated during the load"
+            )
         elif kind == "changed":
             problem = f"the file has changed since its header was read ({detail}); load again"
         else:
             what = "opening it" if kind == "open" else f"reading at byte {offset}"
             problem = f"{what} failed: {os.strerror(error)}"
         cause = OSError(error, os.strerror(error)) if error else None
-        reason = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed"}.get(kind, "ReadFailed")
+        reason = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed"}.get(
+            kind, "ReadFailed"
+        )
         failure = CheckpointReadError(f"{problem}{rest}", reason=reason, path=path, tensor=name, cause=cause)
         failure.incomplete = incomplete
         return failure
@@ -454,7 +523,7 @@ class Program:
         return None
 
     def coverage(self, tensor: torch.Tensor) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Byte ranges, from the first byte of a contiguous tensor, that nothing writes; and that transfers write twice."""
+        """Byte ranges, from the first byte of a dense tensor, that nothing writes; and that transfers write twice."""
         begin, end = _span(tensor)
         gaps, doubles = self._ledger.coverage(begin, end - begin)
         return [(a - begin, b - begin) for a, b in gaps], [(a - begin, b - begin) for a, b in doubles]
@@ -465,7 +534,7 @@ class Program:
         report.num_tensors = len(self._used.union(entry.name for entry in self._sources))
         report.num_dropped = self._num_dropped + self._ledger.num_dropped
         report.num_forced = len(self._forced)
-        report.seconds["wait"] = self._wait_seconds
+        report.seconds["wait"] = self.wait_seconds
         for stats in runs:
             for field in ("num_transfers", "bytes_needed", "bytes_read", "in_place_bytes"):
                 setattr(report, field, getattr(report, field) + stats[field])
@@ -475,8 +544,6 @@ class Program:
                 report.buffered_bytes += file["buffered_bytes"]
                 if file["direct_bytes"] + file["buffered_bytes"]:
                     report.files.append(_file_report(shard, file, stats))
-        for text in report.fallbacks:
-            logger.warning("%s", text)
 
 
 def _file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]) -> FileReport:
@@ -493,7 +560,6 @@ def _file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]
         reason = "in the page cache" if file["direct_usable"] else str(file["direct_reason"]) or "as configured"
     return FileReport(
         path=shard.path,
-        bytes_needed=0,
         bytes_read=int(direct) + int(buffered),  # type: ignore[call-overload]
         reader=reader,
         strategy=strategy,
@@ -501,13 +567,25 @@ def _file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]
     )
 
 
+def _max_open_files() -> int:
+    """How many files of the checkpoint may be open at a time: of the descriptors that the process may have, half."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, limit // 4))
+
+
 def _check_copy(dst: torch.Tensor, src: CheckpointTensor) -> None:
     """Raises what torch raises where a copy's shapes do not fit."""
     torch.empty(dst.shape, device="meta").copy_(torch.empty(src._shape, device="meta"))
 
 
-def _addressable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
+def addressable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own that the core can write: not other subclasses, which only look so."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    )
 
 
 def _region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
@@ -520,13 +598,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
 
 
-def _view_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) -> torch.Tensor:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the memory from the first to the last, in whatever order. Not for empty tensors."""
+    begin, end = _span(tensor)
+    return end - begin == tensor.nbytes
+
+
+def _copy_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) -> torch.Tensor:
     """A copy of the tensor's elements out of the bytes of its entry; any alignment."""
     item = tensor._file_dtype.itemsize
     shape = (*tensor._shape, item)
     strides = (*(stride * item for stride in tensor._file_strides), 1)
-    values = flat.as_strided(shape, strides, flat.storage_offset() + offset).contiguous()
-    return values.view(tensor._file_dtype).view(tensor._shape)
+    values = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+    return values.clone(memory_format=torch.contiguous_format).view(tensor._file_dtype).view(tensor._shape)
 
 
 def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:

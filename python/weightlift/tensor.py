@@ -1,8 +1,8 @@
 """CheckpointTensor: a tensor whose bytes are still on disk.
 
-It has a shape, a dtype and strides as any tensor has, and knows which bytes of which file it stands for. Views of it are
-CheckpointTensors; copying it into a real tensor is recorded by its `Program`; every other use reads it and goes on with
-real values. Nothing that torch's dispatcher or Python can ask of it is wrong, at worst it is slower.
+It has a shape, a dtype and strides as any tensor has, and knows which bytes of which file it stands for. Views of it
+are CheckpointTensors; copying it into a real tensor is recorded by its `Program`; every other use reads it and goes on
+with real values. Nothing that torch's dispatcher or Python can ask of it is wrong, at worst it is slower.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
@@ -23,11 +24,20 @@ Sizes = tuple[int, ...]
 _CPU = torch.device("cpu")
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile out of a function and of all that it calls. torch's own decorator for that imports
+    torch._dynamo, nearly a second."""
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # since torch 2.7
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 class Source:
     """The memory that a CheckpointTensor and its views share, as far as they would share memory if they were real.
 
-    `real` is None until someone writes to one of them, or asks for its address; then it holds all of them, and from then
-    on they are views of it.
+    `real` is None until someone writes to one of them, or asks for its address; then it holds all of them, and from
+    then on they are views of it.
     """
 
     __slots__ = ("entry", "file", "program", "real", "root")
@@ -37,7 +47,8 @@ class Source:
         self.entry = entry
         self.file = file
         self.real: torch.Tensor | None = None
-        self.root: CheckpointTensor | None = None  # the whole of it; None: all of the entry
+        # The whole of it, until that is real; None: all of the entry.
+        self.root: CheckpointTensor | None = None
 
 
 class CheckpointTensor(torch.Tensor):
@@ -67,10 +78,12 @@ class CheckpointTensor(torch.Tensor):
     @staticmethod
     def of_entry(source: Source) -> CheckpointTensor:
         entry = source.entry
-        strides = _contiguous_strides(entry.shape)
+        strides = contiguous_strides(entry.shape)
         return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype, _CPU)
 
-    def _view(self, shape: Sizes, strides: Sizes, offset: int, file_strides: Sizes, file_offset: int) -> CheckpointTensor:
+    def _view(
+        self, shape: Sizes, strides: Sizes, offset: int, file_strides: Sizes, file_offset: int
+    ) -> CheckpointTensor:
         return _make(
             self._source, shape, strides, offset, self._dtype, file_strides, file_offset, self._file_dtype, self._device
         )
@@ -98,10 +111,10 @@ class CheckpointTensor(torch.Tensor):
         if (
             self._pieces is None
             and self._source.real is None
-            and type(start) is int
+            and type(dim) is type(start) is type(length) is int
             and -ndim <= dim < ndim
-            and 0 <= start
-            and 0 <= length
+            and start >= 0
+            and length >= 0
             and start + length <= shape[dim]
         ):
             if dim < 0:
@@ -116,7 +129,7 @@ class CheckpointTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.narrow(self, dim, start, length)
 
-    def t(self) -> torch.Tensor:  # type: ignore[override]
+    def t(self) -> torch.Tensor:
         if len(self._shape) == 2 and self._pieces is None and self._source.real is None:
             (rows, columns), (a, b), (c, d) = self._shape, self._strides, self._file_strides
             return self._view((columns, rows), (b, a), self._offset, (d, c), self._file_offset)
@@ -144,29 +157,27 @@ class CheckpointTensor(torch.Tensor):
         """This tensor as a view of real memory, shared with every view of the same source."""
         source = self._source
         if source.real is None:
-            if source.root is None:
-                whole = CheckpointTensor.of_entry(source)._read()
-            else:
-                whole = source.root._read()
-            # The memory of `real` is laid out as torch was told, and nobody else's.
-            root = source.root
-            shape, strides = (whole.shape, None) if root is None else (root._shape, root._strides)
-            real = torch.empty_strided(
-                shape, strides or _contiguous_strides(shape), dtype=whole.dtype, device=whole.device
-            )
-            real.copy_(whole)
-            source.real = real
+            root = source.root if source.root is not None else CheckpointTensor.of_entry(source)
+            real = empty(root._shape, root._strides, root._dtype, root._device)
+            source.program.record(real, root)
+            source.program.before_look(real)
+            source.real, source.root = real, None
         return self._real_view()
 
     def _real_view(self) -> torch.Tensor:
-        assert self._source.real is not None
-        storage = self._source.real.untyped_storage()
-        view = torch.empty(0, dtype=self._dtype, device=self._source.real.device)
-        return view.set_(storage, self._offset, self._shape, self._strides)
+        """Of the landed memory, which may by now be a parameter's with copies pending."""
+        real = self._source.real
+        assert real is not None
+        view = empty((0,), (1,), self._dtype, real.device)
+        with torch._C._DisableTorchDispatch():
+            view.set_(storage_of(real), self._offset, self._shape, self._strides)
+        self._source.program.before_look(view)
+        return view
 
     # ---- torch
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -177,21 +188,23 @@ class CheckpointTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
+    @untraced
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and not isinstance(args[0], CheckpointTensor):
+        # Beside another subclass, real values: its own code knows what it holds.
+        if func is aten.copy_.default and not isinstance(args[0], CheckpointTensor) and not has_foreign(types):
             return args[1]._source.program.record(args[0], args[1])
         handler = _HANDLERS.get(func)
-        if handler is None and is_composite(func):
-            return func.decompose(*args, **kwargs)
-        if handler is None and func.is_view and len(args) > 0 and isinstance(args[0], CheckpointTensor):
-            handler = _view_op
         if handler is not None:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        elif is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], CheckpointTensor):
+            return args[0]._keep_geometry(func)
         # Anything else: with real values. Shared memory where the op writes, or where its result may share memory.
         mutates = func._schema.is_mutable
         shares = mutates or any(returned.alias_info is not None for returned in func._schema.returns)
@@ -205,24 +218,47 @@ class CheckpointTensor(torch.Tensor):
         # An in-place op gives back its argument: the object that the caller has, not what stands for it.
         return args[0] if mutates and isinstance(args[0], CheckpointTensor) and result is not None else result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def _keep_geometry(self, func: Any) -> CheckpointTensor:
+        if func is not aten.detach_.default:
+            name = func._schema.name.removeprefix("aten::")
+            raise RuntimeError(
+                f"{self._source.entry.name}: {name}: a tensor of a checkpoint can't change its shape or memory in "
+                "place; clone() it first"
+            )
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         entry = self._source.entry
         return (
             f"CheckpointTensor({entry.name!r}, shape={tuple(self._shape)}, dtype={self._dtype}, "
             f"file={entry.shard.path!r})"
         )
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self._shape else object.__format__(self, spec)
+
     # ---- what leaves torch: with real memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._land().__reduce_ex__(protocol)
+        return self._land().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = memo[id(self)] = self._read().clone()
         return copy
 
     def is_shared(self) -> bool:
-        return self._source.real is not None and self._source.real.is_shared()
+        real = self._source.real
+        return real is not None and bool(real.is_shared())  # type: ignore[no-untyped-call]
+
+
+def empty(shape: Sizes, strides: Sizes, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """Uninitialised memory; real, whatever modes (a default device, fake tensors) the caller has set."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+# The method of torch itself, not the door that `watch` puts in its place.
+storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
 
 def _make(
@@ -236,7 +272,7 @@ def _make(
     file_dtype: torch.dtype,
     device: torch.device,
 ) -> CheckpointTensor:
-    tensor: CheckpointTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor: CheckpointTensor = torch.Tensor._make_wrapper_subclass(
         CheckpointTensor, shape, strides, offset, dtype=dtype, device=device
     )
     tensor._source = source
@@ -255,12 +291,18 @@ def _make(
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether an op is made of others. Autograd takes such ops apart; in inference mode they arrive whole, and some that
-    torch lists as views (`to`, `reshape`, `contiguous`) are copies."""
+    """Whether an op is made of others. Autograd takes such ops apart; in inference mode they arrive whole."""
     return bool(func._can_decompose())
 
 
-def _contiguous_strides(shape: Sequence[int]) -> Sizes:
+@functools.cache
+def has_foreign(types: tuple[type, ...]) -> bool:
+    """Whether there is a subclass among them, other than CheckpointTensor, that carries out torch's ops itself."""
+    disabled = torch._C._disabled_torch_dispatch_impl
+    return any(kind is not CheckpointTensor and kind.__torch_dispatch__ is not disabled for kind in types)  # type: ignore[attr-defined]
+
+
+def contiguous_strides(shape: Sequence[int]) -> Sizes:
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(1, shape[i])
@@ -272,9 +314,11 @@ def _concatenate(pieces: list[CheckpointTensor], dim: int) -> CheckpointTensor:
     shape = list(first._shape)
     shape[dim] = sum(piece._shape[dim] for piece in pieces)
     source = Source(first._source.program, first._source.entry, first._source.file)
-    strides = _contiguous_strides(shape)
+    strides = contiguous_strides(shape)
     whole = _make(source, tuple(shape), strides, 0, first._dtype, (), 0, first._dtype, first._device)
-    whole._pieces, whole._dim = pieces, dim
+    # Copies, which later writes to the tensors they were made of don't reach.
+    whole._pieces = [piece._copy(piece._strides, piece._dtype, piece._device) for piece in pieces]
+    whole._dim = dim
     source.root = whole
     return whole
 
@@ -283,15 +327,15 @@ def _concatenate(pieces: list[CheckpointTensor], dim: int) -> CheckpointTensor:
 
 
 def _view_op(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> Any:
-    """Any view op of torch: carried out on the geometry that torch sees, and on that of the file."""
-    if tensor._source.real is not None or func in _STORAGE_VIEWS:
+    """A view op: carried out on the geometry that torch sees, and on that of the file."""
+    if tensor._source.real is not None:
         return NotImplemented
     seen = torch.empty_strided((0,), (1,), dtype=tensor._dtype, device="meta").as_strided(
         tensor._shape, tensor._strides, 0
     )
     seen_result = func(seen, *args, **kwargs)  # raises what torch raises
     if tensor._pieces is not None:
-        return tensor._alias() if func in _ALIASES else NotImplemented
+        return NotImplemented
     filed = torch.empty_strided((0,), (1,), dtype=tensor._file_dtype, device="meta").as_strided(
         tensor._shape, tensor._file_strides, 0
     )
@@ -304,14 +348,18 @@ def _view_op(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> 
         return tensor._view(
             tuple(seen.shape),
             seen.stride(),
-            tensor._offset + seen.storage_offset(),
+            tensor._offset + int(seen.storage_offset()),
             filed.stride(),
-            tensor._file_offset + filed.storage_offset() * tensor._file_dtype.itemsize,
+            tensor._file_offset + int(filed.storage_offset()) * tensor._file_dtype.itemsize,
         )
 
     if isinstance(seen_result, torch.Tensor):
         return pair(seen_result, filed_result)
     return [pair(s, f) for s, f in zip(seen_result, filed_result, strict=True)]
+
+
+def _alias(func: Any, tensor: CheckpointTensor) -> CheckpointTensor:
+    return tensor._alias()
 
 
 def _view_dtype(func: Any, tensor: CheckpointTensor, dtype: torch.dtype) -> Any:
@@ -346,25 +394,21 @@ def _slice(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> An
         return _view_op(func, tensor, *args, **kwargs)
     if kwargs or len(args) > 4:
         return NotImplemented
-    dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+    given: list[Any] = [*args]
+    dim, start, end, step = given + [0, None, None, 1][len(given) :]
     dim = dim % len(tensor._shape)
     begin, end, step = slice(start, end, step).indices(tensor._shape[dim])
     if step != 1 or end <= begin:
         return NotImplemented
-    if dim != tensor._dim:
-        parts = [func(piece, dim, begin, end) for piece in tensor._pieces]
-    else:
-        parts = []
-        for piece in tensor._pieces:
-            size = piece._shape[dim]
-            if begin < size and end > 0:
-                parts.append(func(piece, dim, max(0, begin), min(size, end)))
+    shape = (*tensor._shape[:dim], end - begin, *tensor._shape[dim + 1 :])
+    result = tensor._view(shape, tensor._strides, tensor._offset + begin * tensor._strides[dim], (), 0)
+    result._pieces, result._dim = [], tensor._dim
+    for piece in tensor._pieces:
+        size = tensor._shape[dim] if dim != tensor._dim else piece._shape[dim]
+        if begin < size and end > 0:
+            result._pieces.append(_slice(func, piece, dim, max(0, begin), min(size, end)))
+        if dim == tensor._dim:
             begin, end = begin - size, end - size
-    # Not a view in the sense of shared memory, which no write can tell: writing lands the whole of `tensor` first.
-    if not all(isinstance(part, CheckpointTensor) for part in parts):
-        return NotImplemented
-    result = _concatenate(parts, tensor._dim)
-    result._source.root = result
     return result
 
 
@@ -425,36 +469,52 @@ def _stand_in(tensor: CheckpointTensor, device: Any = None) -> torch.Tensor:
     return torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device=device or tensor._device)
 
 
-# Ops whose result is a view of the storage, whatever the strides.
-_ALIASES = {aten.alias.default, aten.detach.default}
-_STORAGE_VIEWS = {aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default}
+# Ops that look at shape and dtype of their arguments alone.
+LOOKS_AT_NOTHING = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.is_pinned.default,
+    aten.is_same_size.default,
+}
+_VIEWS = {
+    aten.diagonal.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unfold.default,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+}
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_VIEWS, _view_op),
+    **dict.fromkeys(LOOKS_AT_NOTHING, _without_values),
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
     aten.slice.Tensor: _slice,
     aten.view.dtype: _view_dtype,
-    aten._unsafe_view.default: _view_op,
     aten._reshape_alias.default: lambda func, tensor, size, strides: _view_op(aten.view.default, tensor, size),
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    **{
-        op: _without_values
-        for op in (
-            aten.empty_like.default,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.rand_like.default,
-            aten.randn_like.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.new_zeros.default,
-            aten.new_ones.default,
-            aten.new_full.default,
-            aten.is_pinned.default,
-            aten.is_same_size.default,
-        )
-    },
 }
 
 # Methods that hand out memory, or values to Python: of the landed tensor.
@@ -462,7 +522,11 @@ _OF_LANDED = (
     "__array__",
     "__dlpack__",
     "__dlpack_device__",
+    "apply_",
+    "as_subclass",
     "data_ptr",
+    "map2_",
+    "map_",
     "numpy",
     "share_memory_",
     "storage",
@@ -490,4 +554,3 @@ _BY_FUNCTION: dict[Any, Callable[..., Any]] = {
     for name in (*_OF_LANDED, "__deepcopy__", "__getitem__", "__reduce_ex__", "__repr__", "is_shared", "narrow", "t")
 }
 _BY_FUNCTION |= {torch.narrow: CheckpointTensor.narrow, torch.t: CheckpointTensor.t}
-
