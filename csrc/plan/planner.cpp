@@ -82,10 +82,18 @@ int64_t element_end(const Transfer& transfer, int64_t index) {
   return transfer.src_offset + source_byte(transfer, index) + element_bytes(transfer.src_type);
 }
 
+// Addresses from the first to behind the last byte that a transfer writes.
+ByteRange destination_bounds(const Transfer& transfer) {
+  const auto begin = reinterpret_cast<int64_t>(transfer.dst);
+  int64_t end = begin + element_bytes(transfer.dst_type);
+  for (const Dim& dim : transfer.dims) end += (dim.size - 1) * dim.dst_stride;
+  return {begin, end};
+}
+
 // Memory that destinations fill and that is worth preparing.
 struct Destination {
   ByteRange memory;
-  int32_t first_preparation = -1;  // position in Plan::preparations; -1: not listed yet
+  std::vector<int32_t> preparations;  // of each step, its position in Plan::preparations; -1: not listed yet
 };
 
 class Destinations {
@@ -95,13 +103,17 @@ class Destinations {
     std::vector<ByteRange> bounds;
     bounds.reserve(transfers.size());
     for (const Transfer& transfer : transfers) {
-      const ByteRange extent = bounds_of(transfer);
+      const ByteRange extent = destination_bounds(transfer);
       // A few columns of a wide matrix are no reason to give memory to all of it.
       const int64_t filled = transfer.num_elements() * element_bytes(transfer.dst_type);
-      if (extent.size() <= kMaxSparseness * filled) bounds.push_back(extent);
+      if (extent.size() > kMaxSparseness * filled) continue;
+      // In whole pages, so that destinations that an allocator laid side by side are one, and get huge pages as one.
+      bounds.push_back({align_down(extent.begin, kPageBytes), align_up(extent.end, kPageBytes)});
     }
     for (const ByteRange& memory : unite(std::move(bounds))) {
-      if (memory.size() >= kMinPrepareBytes && can_prepare(memory)) destinations_.push_back({memory});
+      if (memory.size() < kMinPrepareBytes || !can_prepare(memory)) continue;
+      const auto num_steps = static_cast<size_t>((memory.end - 1) / kPrepareStep - memory.begin / kPrepareStep + 1);
+      destinations_.push_back({memory, std::vector<int32_t>(num_steps, -1)});
     }
   }
 
@@ -116,13 +128,7 @@ class Destinations {
 
  private:
   static constexpr int64_t kMaxSparseness = 4;
-
-  static ByteRange bounds_of(const Transfer& transfer) {
-    const auto begin = reinterpret_cast<int64_t>(transfer.dst);
-    int64_t end = begin + element_bytes(transfer.dst_type);
-    for (const Dim& dim : transfer.dims) end += (dim.size - 1) * dim.dst_stride;
-    return {begin, end};
-  }
+  static constexpr int64_t kPageBytes = 4096;
 
   std::vector<Destination> destinations_;  // ascending, disjoint
 };
@@ -138,7 +144,6 @@ class FilePlanner {
     while (peek()) {
       const Span span = pop();
       const ReadMode mode = mode_at(span.begin);
-      prepare(transfer_of(span));
       const std::optional<ByteRange> in_place = in_place_part(span, span.begin, mode);
       if (in_place && in_place->begin == span.begin) {
         read_in_place(span, *in_place, mode);
@@ -186,25 +191,34 @@ class FilePlanner {
     return limit;
   }
 
-  // Large destinations are listed once, when the first of their bytes is planned.
-  void prepare(const Transfer& transfer) {
+  // Lists the steps of large destinations that these elements are about to fill; once each, in the order of need.
+  // Returns the position of the last of them, or -1.
+  int32_t prepare(const Transfer& transfer, const std::byte* begin, const std::byte* end) {
     Destination* destination = destinations_.find(transfer);
-    if (!destination || destination->first_preparation >= 0) return;
-    destination->first_preparation = static_cast<int32_t>(plan_.preparations.size());
+    if (!destination) return -1;
     const ByteRange memory = destination->memory;
-    for (int64_t at = memory.begin; at < memory.end;) {
-      const int64_t end = std::min(memory.end, align_down(at, kPrepareStep) + kPrepareStep);
-      plan_.preparations.push_back({at, end});
-      at = end;
+    const int64_t first_step = memory.begin / kPrepareStep;
+    int32_t last = -1;
+    for (int64_t step = reinterpret_cast<int64_t>(begin) / kPrepareStep;
+         step <= (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep; ++step) {
+      int32_t& preparation = destination->preparations[static_cast<size_t>(step - first_step)];
+      if (preparation < 0) {
+        preparation = static_cast<int32_t>(plan_.preparations.size());
+        plan_.preparations.push_back({std::max(memory.begin, step * kPrepareStep),  //
+                                      std::min(memory.end, (step + 1) * kPrepareStep)});
+      }
+      last = std::max(last, preparation);
     }
+    return last;
   }
 
-  // The preparation that makes ready the byte before `end`, or -1.
-  int32_t preparation_for(const Transfer& transfer, const std::byte* end) {
-    const Destination* destination = destinations_.find(transfer);
-    if (!destination) return -1;
-    const int64_t step = (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep - destination->memory.begin / kPrepareStep;
-    return destination->first_preparation + static_cast<int32_t>(step);
+  void prepare_for(const Transfer& transfer, int64_t first, int64_t last) {
+    if (is_plain(transfer)) {
+      prepare(transfer, transfer.dst + first, transfer.dst + last);
+    } else {
+      const ByteRange bounds = destination_bounds(transfer);
+      prepare(transfer, transfer.dst, transfer.dst + bounds.size());
+    }
   }
 
   // The part of a span, just popped, that can be read straight into its destination, if that is worth it. `from` is
@@ -238,7 +252,7 @@ class FilePlanner {
       close_chunk();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
-                              0, mode.direct, preparation_for(transfer, destination + (end - at))});
+                              0, mode.direct, prepare(transfer, destination, destination + (end - at))});
       plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
       at = end;
     }
@@ -265,7 +279,6 @@ class FilePlanner {
     while (peek() && peek()->begin < limit && peek()->begin - end <= options_.merge_gap_bytes) {
       const Span span = pop();
       const Transfer& transfer = transfer_of(span);
-      prepare(transfer_of(span));
       const std::optional<ByteRange> in_place = in_place_part(span, end, mode);
       const int64_t stop = in_place ? std::min(limit, in_place->begin) : limit;
       int64_t last = span.end <= stop ? span.last : elements_ending_by(transfer, stop);
@@ -280,6 +293,7 @@ class FilePlanner {
       const int64_t piece_end = element_end(transfer, last - 1);
       const int64_t occupied = occupied_bytes(transfer, span.first, last);
       plan_.pieces.push_back({span.transfer, read, span.first, last});
+      prepare_for(transfer, span.first, last);
       gapless = gapless && occupied == piece_end - span.begin;
       needed += occupied;
       if (gapless && span.begin < end) needed -= std::min(end, piece_end) - span.begin;  // needed twice, read once

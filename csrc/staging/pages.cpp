@@ -11,30 +11,31 @@
 #endif
 
 namespace weightlift {
+namespace {
+
+// One page in so many may have been touched.
+constexpr int64_t kMaxTouched = 8;
+
+// madvise(2) of the pages that lie wholly inside the range.
+void advise(ByteRange memory, int64_t page, int advice) {
+  const int64_t begin = align_up(memory.begin, page);
+  const int64_t end = align_down(memory.end, page);
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(end - begin), advice);
+}
+
+}  // namespace
 
 bool pages_untouched(ByteRange memory) {
   const int64_t page = ::sysconf(_SC_PAGESIZE);
+  int64_t num_pages = 0;
+  int64_t num_touched = 0;
   for (int64_t at = align_up(memory.begin, page); at + page <= memory.end; at += kHugePageBytes) {
     unsigned char resident = 0;
-    if (::mincore(reinterpret_cast<void*>(at), static_cast<size_t>(page), &resident) != 0 || (resident & 1))
-      return false;
+    if (::mincore(reinterpret_cast<void*>(at), static_cast<size_t>(page), &resident) != 0) return false;
+    ++num_pages;
+    num_touched += resident & 1;
   }
-  return true;
-}
-
-void prepare_pages(ByteRange memory) {
-  const int64_t huge_begin = align_up(memory.begin, kHugePageBytes);
-  const int64_t huge_end = align_down(memory.end, kHugePageBytes);
-  if (huge_begin < huge_end) {
-    ::madvise(reinterpret_cast<void*>(huge_begin), static_cast<size_t>(huge_end - huge_begin), MADV_HUGEPAGE);
-  }
-  // Whole pages only: those at the edges belong to neighbours too.
-  const int64_t page = ::sysconf(_SC_PAGESIZE);
-  const int64_t begin = align_up(memory.begin, page);
-  const int64_t end = align_down(memory.end, page);
-  if (begin < end) {
-    ::madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(end - begin), MADV_POPULATE_WRITE);
-  }
+  return num_touched * kMaxTouched <= num_pages;
 }
 
 PagePreparer::PagePreparer(std::function<void(int64_t)> on_progress)
@@ -51,6 +52,7 @@ PagePreparer::~PagePreparer() {
 }
 
 int64_t PagePreparer::queue(ByteRange memory) {
+  advise(memory, kHugePageBytes, MADV_HUGEPAGE);
   std::lock_guard lock(mutex_);
   queue_.push_back(memory);
   changed_.notify_all();
@@ -66,7 +68,7 @@ void PagePreparer::run() {
     const ByteRange memory = queue_.front();
     queue_.pop_front();
     lock.unlock();
-    prepare_pages(memory);
+    advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
     on_progress_(++done);
     lock.lock();
   }

@@ -21,12 +21,10 @@ inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 // as touched.
 bool pages_untouched(ByteRange memory);
 
-// Advises the huge pages that lie wholly inside the range, and populates all of it. Contents are not changed. Failure
-// is no error: the pages then come when they are written to.
-void prepare_pages(ByteRange memory);
-
-// A thread that prepares ranges in the order in which they were queued.
-// Threads: any may call. `on_progress(n)` is called, on the preparer's thread, when the first n ranges are ready.
+// Prepares memory: advises the huge pages that lie wholly inside a range at once, and populates its whole pages, range
+// after range, on a thread. Contents are not changed, so neighbours on the same pages don't mind. Failure is no error:
+// the pages then come when they are written to. Threads: any may call. `on_progress(n)` is called, on the preparer's
+// thread, when the first n ranges are ready.
 class PagePreparer {
  public:
   explicit PagePreparer(std::function<void(int64_t)> on_progress);
@@ -34,6 +32,7 @@ class PagePreparer {
   PagePreparer(const PagePreparer&) = delete;
   PagePreparer& operator=(const PagePreparer&) = delete;
 
+  // Ranges that are parts of one memory should meet at multiples of kHugePageBytes.
   // Returns the count of ranges queued so far, this one included: what on_progress will have reached when it is ready.
   int64_t queue(ByteRange memory);
 
