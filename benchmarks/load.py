@@ -115,17 +115,32 @@ def warm_rows(gibibytes: int, rounds: int) -> list[Row]:
     paths, entries = data.shard_paths(folder), entries_of(folder)
     num_bytes = sum(entry.nbytes for entry in entries)
 
-    def read_plainly(module: nn.Module) -> nn.Module:
+    def read_plainly(module: nn.Module, *, huge_pages: bool) -> nn.Module:
         params = parameters_of(module)
+        if huge_pages:
+            reference.advise_huge_pages(params.values())
         reference.read_buffered([(entry.shard.path, entry.offset, params[entry.name]) for entry in entries], 2)
         return module
 
+    def plain(*, huge_pages: bool) -> float:
+        return timed(
+            lambda: module_of(entries), lambda module: read_plainly(module, huge_pages=huge_pages), paths, cold=False
+        )
+
+    def fast(config: weightlift.LoadConfig) -> float:
+        return timed(
+            lambda: module_of(entries),
+            lambda module: weightlift.fast_load(module, folder, config=config),
+            paths,
+            cold=False,
+        )
+
     samples = interleaved(
         {
-            "pread": lambda: timed(lambda: module_of(entries), read_plainly, paths, cold=False),
-            "fast_load": lambda: timed(
-                lambda: module_of(entries), lambda module: weightlift.fast_load(module, folder), paths, cold=False
-            ),
+            "pread, huge": lambda: plain(huge_pages=True),
+            "fast_load": lambda: fast(weightlift.LoadConfig()),
+            "pread, small": lambda: plain(huge_pages=False),
+            "fast_load, small": lambda: fast(weightlift.LoadConfig(advise_hugepages=False)),
             "load_file": lambda: timed(nothing, lambda _: weightlift.load_file(folder), paths, cold=False),
             "safetensors": lambda: timed(nothing, lambda _: reference.safetensors_owned(paths), paths, cold=False),
         },
@@ -134,13 +149,18 @@ def warm_rows(gibibytes: int, rounds: int) -> list[Row]:
     size = f"{gibibytes} GiB, warm"
     return [
         Row.ratio(
-            f"fast_load, module, {size}",
-            samples["fast_load"],
+            f"fast_load, module, {pages} pages, {size}",
+            samples[ours],
             "pread, 2 threads",
-            samples["pread"],
+            samples[theirs],
             limit=1.3,
             num_bytes=num_bytes,
-        ),
+        )
+        for pages, ours, theirs in (
+            ("huge", "fast_load", "pread, huge"),
+            ("small", "fast_load, small", "pread, small"),
+        )
+    ] + [
         Row.ratio(
             f"load_file, {size}",
             samples["load_file"],
@@ -284,14 +304,19 @@ def many_rows(num_tensors: int, rounds: int) -> list[Row]:
     paths = data.shard_paths(folder)
     experts_per_layer = 256
 
-    def destinations(num_experts: int) -> list[tuple[Tensor, Tensor]]:
-        return [
+    def destinations(*, touched: bool) -> list[tuple[Tensor, Tensor]]:
+        layers = [
             (
                 torch.empty((experts_per_layer, *data.EXPERT_SHAPE), dtype=torch.bfloat16),
                 torch.empty((experts_per_layer, *data.SCALE_SHAPE)),
             )
-            for _ in range(-(-num_experts // experts_per_layer))
+            for _ in range(-(-num_tensors // 2 // experts_per_layer))
         ]
+        if touched:
+            for weights, scales in layers:
+                weights.zero_()
+                scales.zero_()
+        return layers
 
     def record(checkpoint: Any, layers: list[tuple[Tensor, Tensor]]) -> None:
         for i in range(num_tensors // 2):
@@ -299,8 +324,8 @@ def many_rows(num_tensors: int, rounds: int) -> list[Row]:
             weights[i % experts_per_layer].copy_(checkpoint[f"experts.{i:06}.weight"])
             scales[i % experts_per_layer].copy_(checkpoint[f"experts.{i:06}.weight_scale"])
 
-    def alone(what: str) -> float:
-        layers = destinations(num_tensors // 2)
+    def alone(what: str, *, touched: bool) -> float:
+        layers = destinations(touched=touched)
         drop_page_cache(paths)
         seconds: list[float] = []
         try:
@@ -318,30 +343,39 @@ def many_rows(num_tensors: int, rounds: int) -> list[Row]:
             pass
         return seconds[0]
 
-    def together() -> float:
-        layers = destinations(num_tensors // 2)
+    def together(*, touched: bool) -> float:
+        layers = destinations(touched=touched)
         drop_page_cache(paths)
         with weightlift.open_checkpoint(folder) as checkpoint, stopwatch() as seconds:
             record(checkpoint, layers)
             checkpoint.run()
         return seconds[0]
 
-    samples = interleaved(
-        {"recording": lambda: alone("recording"), "reading": lambda: alone("reading"), "together": together}, rounds
-    )
-    longer = max(("recording", "reading"), key=lambda name: min(samples[name]))
+    rows = []
     num_bytes = sum(entry.nbytes for entry in entries_of(folder))
-    return [
-        Row.ratio(
-            f"{num_tensors} tensors, record and read",
-            samples["together"],
-            f"{name} alone",
-            samples[name],
-            limit=1.1 if name == longer else None,
-            num_bytes=num_bytes,
+    for memory, touched in (("touched", True), ("fresh", False)):
+        samples = interleaved(
+            {
+                "recording": lambda: alone("recording", touched=touched),  # noqa: B023  # called before it changes
+                "reading": lambda: alone("reading", touched=touched),  # noqa: B023
+                "together": lambda: together(touched=touched),  # noqa: B023
+            },
+            rounds,
         )
-        for name in ("recording", "reading")
-    ]
+        longer = max(("recording", "reading"), key=lambda name: min(samples[name]))
+        rows += [
+            Row.ratio(
+                f"{num_tensors} tensors into {memory} memory, record and read",
+                samples["together"],
+                f"{name} alone",
+                samples[name],
+                # Fresh memory costs a core's time too, for zeroing; then it is the cores that are fully used.
+                limit=1.1 if name == longer and touched else None,
+                num_bytes=num_bytes,
+            )
+            for name in ("recording", "reading")
+        ]
+    return rows
 
 
 def main() -> None:

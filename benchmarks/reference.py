@@ -108,6 +108,15 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
             yield file, offset, min(CHUNK_BYTES, size - offset)
 
 
+def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
+    """Asks for huge pages for the inner part of each tensor's memory."""
+    for tensor in tensors:
+        begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        if begin < end:
+            _madvise(begin, end - begin, _MADV_HUGEPAGE)
+
+
 def read_buffered(pieces: list[tuple[str, int, Tensor]], num_threads: int) -> None:
     """Fills contiguous tensors, each from (path, offset), by plain pread into their memory."""
     fds = {path: os.open(path, os.O_RDONLY) for path, _, _ in pieces}

@@ -15,10 +15,32 @@ from hypothesis import strategies as st
 import weightlift
 
 # Views, each with numbers that are reduced to what the tensor at hand allows. Some fail, for both in the same way.
-VIEWS = (
-    "narrow select slice step t transpose permute unsqueeze squeeze expand view reshape flatten contiguous split chunk "
-    "unbind to view_dtype detach data index_none diagonal unfold"
-).split()
+VIEWS = [
+    "narrow",
+    "select",
+    "slice",
+    "step",
+    "t",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "view",
+    "reshape",
+    "flatten",
+    "contiguous",
+    "split",
+    "chunk",
+    "unbind",
+    "to",
+    "view_dtype",
+    "detach",
+    "data",
+    "index_none",
+    "diagonal",
+    "unfold",
+]
 View = tuple[str, int, int, int]
 views = st.lists(st.tuples(st.sampled_from(VIEWS), *[st.integers(0, 7)] * 3), max_size=4)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32)

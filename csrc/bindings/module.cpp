@@ -276,13 +276,14 @@ PYBIND11_MODULE(_C, m) {
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "submit",
-          [](Pipeline& pipeline, const Batch& batch, bool barrier, bool urgent) {
+          [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent) {
             const auto order =
                 urgent ? Pipeline::Order::kUrgent : (barrier ? Pipeline::Order::kBarrier : Pipeline::Order::kAppend);
             py::gil_scoped_release release;
-            return pipeline.submit(batch.transfers, order);
+            return pipeline.submit(std::move(batch.transfers), order);
           },
-          "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false)
+          "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false,
+          "Starts a batch, which is empty afterwards; returns the segment's id.")
       .def(
           "wait",
           [](Pipeline& pipeline, int64_t segment, double seconds) {

@@ -78,7 +78,7 @@ std::vector<Batch> Ledger::start() {
   for (const auto& [id, pending] : pending_) {
     if (pending.batch == kWaiting) ids.push_back(id);
   }
-  return start_sorted(std::move(ids));
+  return start_sorted(ids);
 }
 
 std::vector<Batch> Ledger::start(const std::vector<int64_t>& ids) {
@@ -87,23 +87,26 @@ std::vector<Batch> Ledger::start(const std::vector<int64_t>& ids) {
     const auto it = pending_.find(id);
     if (it != pending_.end() && it->second.batch == kWaiting) waiting.push_back(id);
   }
-  return start_sorted(std::move(waiting));
+  return start_sorted(waiting);
 }
 
-std::vector<Batch> Ledger::start_sorted(std::vector<int64_t> ids) {
-  std::sort(ids.begin(), ids.end(), [&](int64_t a, int64_t b) {
-    return std::pair(pending_.at(a).level, a) < std::pair(pending_.at(b).level, b);
-  });
+std::vector<Batch> Ledger::start_sorted(const std::vector<int64_t>& ids) {
+  std::vector<std::pair<int, int64_t>> order;  // level, id
+  order.reserve(ids.size());
+  for (int64_t id : ids) order.emplace_back(pending_.at(id).level, id);
+  std::sort(order.begin(), order.end());
   std::vector<Batch> batches;
-  for (int64_t id : ids) {
-    Pending& pending = pending_.at(id);
-    if (batches.empty() || batches.back().level != pending.level) {
-      batches.push_back({next_label_++, pending.level, {}});
+  std::vector<int64_t>* started = nullptr;
+  for (const auto& [level, id] : order) {
+    if (batches.empty() || batches.back().level != level) {
+      batches.push_back({next_label_++, level, {}});
+      started = &started_[batches.back().label];
     }
-    batches.back().transfers.push_back(pending.transfer);
-    pending.batch = batches.back().label;
-    started_[pending.batch].push_back(id);
+    Pending& pending = pending_.at(id);
     waiting_bytes_ -= destination_bytes(pending.transfer);
+    pending.batch = batches.back().label;
+    batches.back().transfers.push_back(std::move(pending.transfer));
+    started->push_back(id);
   }
   return batches;
 }

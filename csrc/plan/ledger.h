@@ -70,7 +70,7 @@ class Ledger {
 
  private:
   struct Pending {
-    Transfer transfer;
+    Transfer transfer;  // moved out when it is started
     Region region;
     int level;
     int64_t batch;  // kWaiting, or the label of the batch it was started in
@@ -79,7 +79,7 @@ class Ledger {
 
   void forget(int64_t id);
   void drop(const std::vector<int64_t>& ids);
-  std::vector<Batch> start_sorted(std::vector<int64_t> ids);
+  std::vector<Batch> start_sorted(const std::vector<int64_t>& ids);
 
   std::unordered_map<int64_t, Pending> pending_;
   IntervalIndex index_;  // bounds of pending destinations -> id

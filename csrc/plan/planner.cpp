@@ -93,7 +93,9 @@ ByteRange destination_bounds(const Transfer& transfer) {
 // Memory that destinations fill and that is worth preparing.
 struct Destination {
   ByteRange memory;
-  std::vector<int32_t> preparations;  // of each step, its position in Plan::preparations; -1: not listed yet
+  std::vector<int32_t> preparations;  // of each step, its position in Plan::preparations, or one of:
+  static constexpr int32_t kNotListed = -1;
+  static constexpr int32_t kAdvised = -2;
 };
 
 class Destinations {
@@ -113,7 +115,7 @@ class Destinations {
     for (const ByteRange& memory : unite(std::move(bounds))) {
       if (memory.size() < kMinPrepareBytes || !can_prepare(memory)) continue;
       const auto num_steps = static_cast<size_t>((memory.end - 1) / kPrepareStep - memory.begin / kPrepareStep + 1);
-      destinations_.push_back({memory, std::vector<int32_t>(num_steps, -1)});
+      destinations_.push_back({memory, std::vector<int32_t>(num_steps, Destination::kNotListed)});
     }
   }
 
@@ -191,9 +193,9 @@ class FilePlanner {
     return limit;
   }
 
-  // Lists the steps of large destinations that these elements are about to fill; once each, in the order of need.
-  // Returns the position of the last of them, or -1.
-  int32_t prepare(const Transfer& transfer, const std::byte* begin, const std::byte* end) {
+  // Lists the steps of large destinations that these bytes are about to fill; once each, in the order of need. Returns
+  // the position in Plan::preparations of the last one to wait for, or -1.
+  int32_t prepare(const Transfer& transfer, const std::byte* begin, const std::byte* end, bool direct) {
     Destination* destination = destinations_.find(transfer);
     if (!destination) return -1;
     const ByteRange memory = destination->memory;
@@ -202,22 +204,25 @@ class FilePlanner {
     for (int64_t step = reinterpret_cast<int64_t>(begin) / kPrepareStep;
          step <= (reinterpret_cast<int64_t>(end) - 1) / kPrepareStep; ++step) {
       int32_t& preparation = destination->preparations[static_cast<size_t>(step - first_step)];
-      if (preparation < 0) {
+      const ByteRange part{std::max(memory.begin, step * kPrepareStep),  //
+                           std::min(memory.end, (step + 1) * kPrepareStep)};
+      if (direct && preparation < 0) {
         preparation = static_cast<int32_t>(plan_.preparations.size());
-        plan_.preparations.push_back({std::max(memory.begin, step * kPrepareStep),  //
-                                      std::min(memory.end, (step + 1) * kPrepareStep)});
+        plan_.preparations.push_back(part);
+      } else if (preparation == Destination::kNotListed) {
+        preparation = Destination::kAdvised;
+        plan_.advised.push_back(part);
       }
       last = std::max(last, preparation);
     }
-    return last;
+    return direct ? last : -1;
   }
 
-  void prepare_for(const Transfer& transfer, int64_t first, int64_t last) {
+  void prepare_for(const Transfer& transfer, int64_t first, int64_t last, bool direct) {
     if (is_plain(transfer)) {
-      prepare(transfer, transfer.dst + first, transfer.dst + last);
+      prepare(transfer, transfer.dst + first, transfer.dst + last, direct);
     } else {
-      const ByteRange bounds = destination_bounds(transfer);
-      prepare(transfer, transfer.dst, transfer.dst + bounds.size());
+      prepare(transfer, transfer.dst, transfer.dst + destination_bounds(transfer).size(), direct);
     }
   }
 
@@ -252,7 +257,7 @@ class FilePlanner {
       close_chunk();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
-                              0, mode.direct, prepare(transfer, destination, destination + (end - at))});
+                              0, mode.direct, prepare(transfer, destination, destination + (end - at), mode.direct)});
       plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
       at = end;
     }
@@ -293,7 +298,7 @@ class FilePlanner {
       const int64_t piece_end = element_end(transfer, last - 1);
       const int64_t occupied = occupied_bytes(transfer, span.first, last);
       plan_.pieces.push_back({span.transfer, read, span.first, last});
-      prepare_for(transfer, span.first, last);
+      prepare_for(transfer, span.first, last, mode.direct);
       gapless = gapless && occupied == piece_end - span.begin;
       needed += occupied;
       if (gapless && span.begin < end) needed -= std::min(end, piece_end) - span.begin;  // needed twice, read once

@@ -42,8 +42,9 @@ struct PlanOptions {
 inline constexpr int64_t kModeWindow = int64_t{8} << 20;
 // A shorter stretch is not worth a read of its own beside the staging buffers.
 inline constexpr int64_t kMinInPlaceBytes = int64_t{64} << 10;
-// Destination memory from this size on is prepared: its pages are made ready ahead of the reads. Destinations that lie
-// side by side, as the experts of a fused parameter do, count together.
+// Destination memory from this size on is prepared: given huge pages, which are made ready ahead of direct reads.
+// Buffered reads are copies by the processor: whoever copies may as well bring the pages, and does so on every core at
+// once. Destinations that lie side by side, as the experts of a fused parameter do, count together.
 inline constexpr int64_t kMinPrepareBytes = int64_t{4} << 20;
 // In steps of this size, aligned to it.
 inline constexpr int64_t kPrepareStep = int64_t{16} << 20;
@@ -81,7 +82,8 @@ struct Plan {
   std::vector<Read> reads;
   std::vector<Piece> pieces;
   std::vector<Chunk> chunks;            // in file order
-  std::vector<ByteRange> preparations;  // destination memory to make ready, in the order of need
+  std::vector<ByteRange> preparations;  // destination memory to make ready ahead of direct reads, in the order of need
+  std::vector<ByteRange> advised;       // destination memory to give huge pages to when it is written
   int64_t bytes_needed = 0;             // distinct bytes of files that the transfers ask for
   int64_t bytes_read = 0;               // what the reads fetch: their lengths as submitted
 };

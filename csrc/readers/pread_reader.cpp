@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,33 +11,24 @@
 #include <thread>
 #include <vector>
 
+#include "util/threads.h"
+
 namespace weightlift {
 namespace {
 
-// Blocks every signal of the calling thread; threads started meanwhile inherit that.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  BlockSignals(const BlockSignals&) = delete;
-  BlockSignals& operator=(const BlockSignals&) = delete;
-  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
+// Requests that wait for a thread, so that it has the next one at once when it is done: whoever submits may not get a
+// processor for a while, when the threads keep them all busy. 2 GiB out of the page cache into fresh small pages, two
+// threads on two cores: 0.75 s without, 0.62 s with 4 (`python -m benchmarks.load --only warm`).
+constexpr int kRequestsPerThread = 4;
 
 class PreadReader final : public Reader {
  public:
-  explicit PreadReader(int num_threads) : queue_depth_(num_threads) {
+  explicit PreadReader(int num_threads) : queue_depth_(num_threads * kRequestsPerThread) {
     // With room for all that may be in flight, nothing allocates later.
-    queued_.reserve(num_threads);
-    done_.reserve(num_threads);
-    threads_.reserve(num_threads);
-    const BlockSignals blocked;
+    queued_.reserve(static_cast<size_t>(queue_depth_));
+    done_.reserve(static_cast<size_t>(queue_depth_));
+    threads_.reserve(static_cast<size_t>(num_threads));
+    const SignalsBlocked blocked;
     for (int i = 0; i < num_threads; ++i) {
       threads_.emplace_back([this](const std::stop_token& stop) { work(stop); });
     }

@@ -38,6 +38,8 @@ bool pages_untouched(ByteRange memory) {
   return num_touched * kMaxTouched <= num_pages;
 }
 
+void advise_huge_pages(ByteRange memory) { advise(memory, kHugePageBytes, MADV_HUGEPAGE); }
+
 PagePreparer::PagePreparer(std::function<void(int64_t)> on_progress)
     : on_progress_(std::move(on_progress)), thread_(start_thread("wl-pages", [this] { run(); })) {}
 
@@ -52,7 +54,7 @@ PagePreparer::~PagePreparer() {
 }
 
 int64_t PagePreparer::queue(ByteRange memory) {
-  advise(memory, kHugePageBytes, MADV_HUGEPAGE);
+  advise_huge_pages(memory);
   std::lock_guard lock(mutex_);
   queue_.push_back(memory);
   changed_.notify_all();

@@ -21,6 +21,9 @@ inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 // as touched.
 bool pages_untouched(ByteRange memory);
 
+// Asks for huge pages, when they are touched, wherever they lie wholly inside the range. Contents are not changed.
+void advise_huge_pages(ByteRange memory);
+
 // Prepares memory: advises the huge pages that lie wholly inside a range at once, and populates its whole pages, range
 // after range, on a thread. Contents are not changed, so neighbours on the same pages don't mind. Failure is no error:
 // the pages then come when they are written to. Threads: any may call. `on_progress(n)` is called, on the preparer's

@@ -84,6 +84,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
     if (options_.advise_hugepages) plan_options.can_prepare = pages_untouched;
     segment->plan = plan_reads(std::move(transfers), plan_options);
     segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
+    for (ByteRange memory : segment->plan.advised) advise_huge_pages(memory);
   }
 
   lock.lock();

@@ -9,18 +9,26 @@
 
 namespace weightlift {
 
+// Blocks every signal of the calling thread while it lives; threads started meanwhile inherit that.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
 // REQUIRES: name has at most 15 characters. Throws std::system_error when there can be no more threads.
 template <typename Function>
 std::thread start_thread(const char* name, Function&& function) {
-  struct SignalsBlocked {  // a new thread inherits the mask
-    sigset_t before;
-    SignalsBlocked() {
-      sigset_t all;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
-  } blocked;
+  const SignalsBlocked blocked;
   std::thread thread(std::forward<Function>(function));
   pthread_setname_np(thread.native_handle(), name);
   return thread;

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointFiles, Shard, TensorEntry
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
-_SEGMENT_BYTES = 256 * MiB
-_SHARD_SEGMENT_BYTES = 32 * MiB
+_SEGMENT_BYTES = 64 * MiB
+_SHARD_SEGMENT_BYTES = 16 * MiB
 # Tensors up to this size are values: they are read together with their small neighbours, and kept.
 _SMALL_BYTES = 64 << 10
 _SMALL_RUN_BYTES = 4 * MiB
