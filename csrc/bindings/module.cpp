@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <algorithm>
 #include <chrono>
@@ -32,6 +33,12 @@ namespace py = pybind11;
 namespace weightlift {
 namespace {
 
+using Ints = py::typing::Tuple<py::int_, py::ellipsis>;
+using Ranges = py::typing::List<py::typing::Tuple<py::int_, py::int_>>;
+using Stats = py::typing::Dict<py::str, py::object>;
+// kind, errno, file, offset, transfer id, detail
+using FaultTuple = py::typing::Tuple<py::str, py::int_, py::int_, py::int_, py::int_, py::str>;
+
 int64_t to_int(PyObject* number) {
   const int64_t value = PyLong_AsLongLong(number);
   if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
@@ -44,7 +51,7 @@ ElementType to_type(int code) {
   return static_cast<ElementType>(code);
 }
 
-std::vector<RegionDim> to_region_dims(const py::tuple& sizes, const py::tuple& strides, int64_t item_bytes) {
+std::vector<RegionDim> to_region_dims(const Ints& sizes, const Ints& strides, int64_t item_bytes) {
   std::vector<RegionDim> dims(sizes.size());
   if (strides.size() != dims.size()) throw std::invalid_argument("sizes and strides differ in length");
   for (size_t i = 0; i < dims.size(); ++i) {
@@ -53,12 +60,12 @@ std::vector<RegionDim> to_region_dims(const py::tuple& sizes, const py::tuple& s
   return dims;
 }
 
-Region to_region(int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+Region to_region(int64_t address, int64_t item_bytes, const Ints& sizes, const Ints& strides) {
   return Region(address, item_bytes, to_region_dims(sizes, strides, item_bytes));
 }
 
-Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
-                     int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) {
+Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides, int dst_type,
+                     int64_t dst, const Ints& dst_strides, const Ints& sizes) {
   std::vector<Dim> dims(sizes.size());
   if (src_strides.size() != dims.size() || dst_strides.size() != dims.size()) {
     throw std::invalid_argument("sizes and strides differ in length");
@@ -77,8 +84,8 @@ Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset,
   return transfer;
 }
 
-py::list to_pairs(const std::vector<ByteRange>& ranges) {
-  py::list pairs;
+Ranges to_pairs(const std::vector<ByteRange>& ranges) {
+  Ranges pairs;
   for (const ByteRange& range : ranges) pairs.append(py::make_tuple(range.begin, range.end));
   return pairs;
 }
@@ -138,13 +145,13 @@ std::unique_ptr<Pipeline> make_pipeline(const std::string& strategy, const std::
   return std::make_unique<Pipeline>(std::move(options));
 }
 
-py::object fault_of(const Pipeline& pipeline) {
+py::typing::Optional<FaultTuple> fault_of(const Pipeline& pipeline) {
   const Fault fault = pipeline.fault();
   if (!fault) return py::none();
   return py::make_tuple(name_of(fault.kind), fault.error, fault.file, fault.offset, fault.transfer_id, fault.detail);
 }
 
-py::dict stats_of(const Pipeline& pipeline) {
+Stats stats_of(const Pipeline& pipeline) {
   const PipelineStats stats = pipeline.stats();
   py::list files;
   for (size_t i = 0; i < stats.files.size(); ++i) {
@@ -196,8 +203,8 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("level", &Batch::level)
       .def(
           "add",
-          [](Batch& batch, int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
-             int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) {
+          [](Batch& batch, int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides,
+             int dst_type, int64_t dst, const Ints& dst_strides, const Ints& sizes) {
             batch.transfers.push_back(
                 to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes));
           },
@@ -215,8 +222,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<>())
       .def(
           "record",
-          [](Ledger& ledger, int64_t id, int32_t file, int src_type, int64_t src_offset, const py::tuple& src_strides,
-             int dst_type, int64_t dst, const py::tuple& dst_strides, const py::tuple& sizes) -> int64_t {
+          [](Ledger& ledger, int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides,
+             int dst_type, int64_t dst, const Ints& dst_strides, const Ints& sizes) -> int64_t {
             Transfer transfer =
                 to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes);
             if (!source_is_nested(transfer) || !destination_is_nested(transfer)) return -1;
@@ -230,20 +237,19 @@ PYBIND11_MODULE(_C, m) {
           "on either side. Strides in elements, offset in bytes.")
       .def(
           "add_write",
-          [](Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+          [](Ledger& ledger, int64_t address, int64_t item_bytes, const Ints& sizes, const Ints& strides) {
             ledger.add_write(to_region(address, item_bytes, sizes, strides));
           },
           "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, "Notes a write by other means. strides in elements.")
       .def(
           "needed_for",
-          [](const Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes,
-             const py::tuple& strides,
+          [](const Ledger& ledger, int64_t address, int64_t item_bytes, const Ints& sizes, const Ints& strides,
              bool overwrites) { return ledger.needed_for(to_region(address, item_bytes, sizes, strides), overwrites); },
           "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, py::kw_only(), "overwrites"_a = false,
           "Ids of the pending transfers that must land before the region may be looked at, or replaced unseen.")
       .def(
           "drop_inside",
-          [](Ledger& ledger, int64_t address, int64_t item_bytes, const py::tuple& sizes, const py::tuple& strides) {
+          [](Ledger& ledger, int64_t address, int64_t item_bytes, const Ints& sizes, const Ints& strides) {
             return ledger.drop_inside(to_region(address, item_bytes, sizes, strides));
           },
           "address"_a, "item_bytes"_a, "sizes"_a, "strides"_a, "Drops waiting transfers that the region covers.")
@@ -256,7 +262,7 @@ PYBIND11_MODULE(_C, m) {
           "coverage",
           [](const Ledger& ledger, int64_t address, int64_t num_bytes) {
             const Ledger::Coverage coverage = ledger.coverage({address, address + num_bytes});
-            return py::make_tuple(to_pairs(coverage.gaps), to_pairs(coverage.doubles));
+            return std::pair(to_pairs(coverage.gaps), to_pairs(coverage.doubles));
           },
           "address"_a, "num_bytes"_a, "Byte ranges that nobody wrote, and that several transfers wrote.")
       .def_property_readonly("has_pending", &Ledger::has_pending)
@@ -297,9 +303,6 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("bytes_landed", &Pipeline::bytes_landed)
       .def("stats", &stats_of);
 
-  m.def(
-      "can_convert", [](int src, int dst) { return can_convert(to_type(src), to_type(dst)); }, "src_type"_a,
-      "dst_type"_a);
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");
   m.def(

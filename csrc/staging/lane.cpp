@@ -1,5 +1,7 @@
 #include "staging/lane.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -64,11 +66,12 @@ void Pipeline::Lane::read_until_stopped() {
         num_in_flight_ += static_cast<int>(requests_.size());
       }
     }
-    if (num_in_flight_ == 0) {
+    {
+      // The reader's destructor drops reads that have not begun, and waits for the others.
       std::lock_guard lock(pipeline_.mutex_);
       if (pipeline_.stopping_) return;
-      continue;
     }
+    if (num_in_flight_ == 0) continue;
     const int count = reader_->wait(completions, kPollInterval);
     if (count < 0 && count != -EINTR && count != -EAGAIN) {
       std::lock_guard lock(pipeline_.mutex_);
@@ -243,7 +246,12 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
 
 void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
   const Read& read = *active.read;
-  const int64_t offset = read.offset + active.done;
+  int64_t offset = read.offset + active.done;
+  struct stat st{};
+  // Of several reads behind the end, any may be the first to tell.
+  if (kind == FaultKind::kEndOfFile && ::fstat(active.chunk->file->buffered_fd(), &st) == 0) {
+    offset = std::min(offset, int64_t{st.st_size});
+  }
   std::lock_guard lock(pipeline_.mutex_);
   pipeline_.fail({kind, error, read.file, offset, transfer_at(active, offset), {}});
 }

@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'can_convert', 'probe_direct', 'resident_bytes', 'uring_refusal']
+__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'probe_direct', 'resident_bytes', 'uring_refusal']
 class Batch:
     """
     Transfers with disjoint destinations, on their way to a Pipeline.
@@ -13,7 +13,7 @@ class Batch:
         ...
     def __len__(self) -> int:
         ...
-    def add(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple, dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple, sizes: tuple) -> None:
+    def add(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """
         Adds a transfer. Strides in elements, offset in bytes.
         """
@@ -31,29 +31,29 @@ class Ledger:
     """
     def __init__(self) -> None:
         ...
-    def add_write(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple, strides: tuple) -> None:
+    def add_write(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """
         Notes a write by other means. strides in elements.
         """
     def batches_of(self, ids: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> list[int]:
         ...
-    def coverage(self, address: typing.SupportsInt | typing.SupportsIndex, num_bytes: typing.SupportsInt | typing.SupportsIndex) -> tuple[list, list]:
+    def coverage(self, address: typing.SupportsInt | typing.SupportsIndex, num_bytes: typing.SupportsInt | typing.SupportsIndex) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """
         Byte ranges that nobody wrote, and that several transfers wrote.
         """
-    def drop_inside(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple, strides: tuple) -> None:
+    def drop_inside(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """
         Drops waiting transfers that the region covers.
         """
     def landed(self, label: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def needed_for(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple, strides: tuple, *, overwrites: bool = False) -> list[int]:
+    def needed_for(self, address: typing.SupportsInt | typing.SupportsIndex, item_bytes: typing.SupportsInt | typing.SupportsIndex, sizes: tuple[int, ...], strides: tuple[int, ...], *, overwrites: bool = False) -> list[int]:
         """
         Ids of the pending transfers that must land before the region may be looked at, or replaced unseen.
         """
     def pending_ids(self) -> list[int]:
         ...
-    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple, dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple, sizes: tuple) -> int:
+    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """
         Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes.
         """
@@ -83,11 +83,11 @@ class Pipeline:
         ...
     def cancel(self) -> None:
         ...
-    def fault(self) -> typing.Any:
+    def fault(self) -> tuple[str, int, int, int, int, str] | None:
         """
         None, or (kind, errno, file, offset, transfer id, detail).
         """
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, typing.Any]:
         ...
     def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         """
@@ -102,8 +102,6 @@ class Pipeline:
     @property
     def bytes_landed(self) -> int:
         ...
-def can_convert(src_type: typing.SupportsInt | typing.SupportsIndex, dst_type: typing.SupportsInt | typing.SupportsIndex) -> bool:
-    ...
 def probe_direct(path: str) -> tuple[bool, bool, int, int, str]:
     """
     (usable, proven, offset alignment, memory alignment, reason)

@@ -480,7 +480,9 @@ class Program:
     def _failure(self) -> Exception:
         """The pipeline's fault as an exception."""
         assert self._pipeline is not None
-        kind, error, file, offset, transfer, detail = self._pipeline.fault()
+        fault = self._pipeline.fault()
+        assert fault is not None
+        kind, error, file, offset, transfer, detail = fault
         incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
         shard: Shard | None = self.files.shards[file] if file >= 0 else None
         entry = self._sources[transfer] if transfer >= 0 else None

@@ -175,6 +175,9 @@ void check_structure(const Plan& plan, const Setting& setting) {
   for (const ByteRange& range : prepared) {
     expect(range.size() > 0 && range.begin / kPrepareStep == (range.end - 1) / kPrepareStep, "preparations are steps");
   }
+  for (const ByteRange& range : plan.advised) {
+    expect(range.size() > 0 && range.begin / kPrepareStep == (range.end - 1) / kPrepareStep, "advised are steps");
+  }
   std::vector<ByteRange> twice;
   prepared = unite(std::move(prepared), &twice);
   CHECK(twice.empty());
@@ -184,9 +187,9 @@ void check_structure(const Plan& plan, const Setting& setting) {
     const auto begin = reinterpret_cast<int64_t>(read.destination);
     const ByteRange written{begin, begin + read.length};
     const bool is_prepared = gaps(written, prepared).empty();
-    expect(is_prepared == (chunk.preparation >= 0), "a chunk waits for the preparation of its memory");
+    expect(chunk.direct == (chunk.preparation >= 0), "direct reads wait for the preparation of their memory");
     expect(is_prepared || !chunk.direct, "direct reads in place go to prepared memory");
-    if (!is_prepared) continue;
+    if (!chunk.direct) continue;
     // Preparations are done in order, so the last one is the one to wait for.
     for (size_t i = 0; i < plan.preparations.size(); ++i) {
       const ByteRange& step = plan.preparations[i];
