@@ -18,10 +18,7 @@
 #include "plan/geometry.h"
 #include "plan/ledger.h"
 #include "readers/make_reader.h"
-#include "readers/probe.h"
 #include "readers/residency.h"
-#include "readers/uring_reader.h"
-#include "staging/pages.h"
 #include "staging/pipeline.h"
 #include "transform/copy.h"
 #include "util/unique_fd.h"
@@ -185,12 +182,6 @@ int64_t resident_bytes(const std::string& path, int64_t offset, int64_t length) 
   return Residency(fd.get()).resident_bytes(offset, length);
 }
 
-std::string uring_refusal() {
-  std::string refusal;
-  make_uring_reader({1}, &refusal);
-  return refusal;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -305,15 +296,6 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");
-  m.def(
-      "probe_direct",
-      [](const std::string& path) {
-        const DirectIo direct_io = probe_direct(path.c_str());
-        return py::make_tuple(direct_io.usable, direct_io.proven, direct_io.offset_alignment,
-                              direct_io.memory_alignment, direct_io.reason);
-      },
-      "path"_a, "(usable, proven, offset alignment, memory alignment, reason)");
-  m.def("uring_refusal", &uring_refusal, "Why io_uring can't be had here; empty when it can.");
 }
 
 }  // namespace weightlift

@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'probe_direct', 'resident_bytes', 'uring_refusal']
+__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'resident_bytes']
 class Batch:
     """
     Transfers with disjoint destinations, on their way to a Pipeline.
@@ -102,15 +102,7 @@ class Pipeline:
     @property
     def bytes_landed(self) -> int:
         ...
-def probe_direct(path: str) -> tuple[bool, bool, int, int, str]:
-    """
-    (usable, proven, offset alignment, memory alignment, reason)
-    """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.
-    """
-def uring_refusal() -> str:
-    """
-    Why io_uring can't be had here; empty when it can.
     """
