@@ -226,6 +226,7 @@ PYBIND11_MODULE(_C, m) {
           "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements "
           "overlap "
           "on either side. Strides in elements, offset in bytes.")
+      .def("track_writes", &Ledger::track_writes, "Remembers writes from here on, for coverage().")
       .def(
           "add_write",
           [](Ledger& ledger, int64_t address, int64_t item_bytes, const Ints& sizes, const Ints& strides) {

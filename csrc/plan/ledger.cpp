@@ -27,18 +27,19 @@ void Ledger::add(Transfer transfer) {
   });
   drop(overwritten);
 
-  writes_.push_back({region, true});
-  write_index_.insert(region.bounds(), static_cast<int64_t>(writes_.size()) - 1);
+  remember_write(region, true);
   waiting_bytes_ += destination_bytes(transfer);
   index_.insert(region.bounds(), transfer.id);
   const int64_t id = transfer.id;
   pending_.emplace(id, Pending{std::move(transfer), std::move(region), level, kWaiting});
 }
 
-void Ledger::add_write(const Region& region) {
-  if (region.empty()) return;
-  writes_.push_back({region, false});
-  write_index_.insert(region.bounds(), static_cast<int64_t>(writes_.size()) - 1);
+void Ledger::add_write(const Region& region) { remember_write(region, false); }
+
+void Ledger::remember_write(const Region& region, bool is_transfer) {
+  if (!tracks_writes_ || region.empty()) return;
+  write_index_.insert(region.bounds(), static_cast<int64_t>(writes_.size()));
+  writes_.push_back({region, is_transfer});
 }
 
 std::vector<int64_t> Ledger::needed_for(const Region& region, bool overwrites) const {

@@ -29,10 +29,13 @@ struct Batch {
 
 class Ledger {
  public:
+  // From here on writes are remembered, for coverage().
+  void track_writes() { tracks_writes_ = true; }
+
   // Records a transfer. REQUIRES: canonical; id larger than every id before.
   void add(Transfer transfer);
 
-  // Notes bytes written by other means (a fill), for coverage.
+  // Notes bytes written by other means (a fill), if writes are tracked.
   void add_write(const Region& region);
 
   // Recorded and not landed.
@@ -61,7 +64,8 @@ class Ledger {
   // Everything that was handed out in the batch has landed.
   void landed(int64_t label);
 
-  // Which parts of `whole` nobody wrote (first) and which were the destination of more than one transfer (second).
+  // Which parts of `whole` nobody wrote, and which were the destination of more than one transfer, since
+  // track_writes().
   struct Coverage {
     std::vector<ByteRange> gaps;
     std::vector<ByteRange> doubles;
@@ -79,6 +83,7 @@ class Ledger {
 
   void forget(int64_t id);
   void drop(const std::vector<int64_t>& ids);
+  void remember_write(const Region& region, bool is_transfer);
   std::vector<Batch> start_sorted(const std::vector<int64_t>& ids);
 
   std::unordered_map<int64_t, Pending> pending_;
@@ -92,6 +97,7 @@ class Ledger {
     Region region;
     bool is_transfer;
   };
+  bool tracks_writes_ = false;
   std::vector<Write> writes_;
   IntervalIndex write_index_;  // bounds -> position in writes_
 };

@@ -65,6 +65,10 @@ class Ledger:
         """
         Those of the waiting transfers, as batches of ascending level.
         """
+    def track_writes(self) -> None:
+        """
+        Remembers writes from here on, for coverage().
+        """
     @property
     def has_pending(self) -> bool:
         ...

@@ -306,7 +306,7 @@ def _load(
     names = [name for name in checkpoint if name in targets]
     cut = [name for name in names if hasattr(targets[name], "weight_loader")]
     program.name_destinations(targets.items())
-    program.tracks_coverage = True
+    program.track_coverage()
     # Whole tensors are known to cover their parameters. What weight loaders do is known when they have run: until then,
     # but not for long, reading waits, so that a gap is found before it.
     hold_seconds = program.config.coverage_wait_seconds if cut else 0.0

@@ -119,6 +119,11 @@ class Program:
         self.recording = True
         self._hold_until = time.monotonic() + hold_seconds
 
+    def track_coverage(self) -> None:
+        """From here on writes are remembered, for `coverage`."""
+        self.tracks_coverage = True
+        self._ledger.track_writes()
+
     def name_destinations(self, names: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Says what errors and coverage shall call these tensors."""
         spans = []

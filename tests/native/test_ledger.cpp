@@ -154,6 +154,7 @@ TEST_CASE("drop_inside leaves what has been started") {
 
 TEST_CASE("coverage names gaps and doubles") {
   Ledger ledger;
+  ledger.track_writes();
   ledger.add(box(0, 0, 8, 4, 16));   // left half of a 4 x 16 matrix
   ledger.add(box(1, 12, 4, 4, 16));  // the last quarter of each row
   auto coverage = ledger.coverage({kBase, kBase + 64});
