@@ -2,11 +2,11 @@
 //
 // Memory is passed as addresses (torch's data_ptr()); who passes one keeps the memory alive, as the core's headers say.
 
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -22,8 +22,6 @@
 #include "staging/pipeline.h"
 #include "transform/copy.h"
 #include "util/unique_fd.h"
-
-#include <fcntl.h>
 
 namespace py = pybind11;
 
@@ -166,16 +164,6 @@ Stats stats_of(const Pipeline& pipeline) {
                   py::arg("fallbacks") = stats.fallbacks, py::arg("files") = files);
 }
 
-// Whether no two elements of the destination share a byte, as far as strides tell it simply.
-bool destination_is_nested(const Transfer& transfer) {
-  Transfer mirrored = transfer;
-  for (Dim& dim : mirrored.dims) std::swap(dim.src_stride, dim.dst_stride);
-  mirrored.src_type = transfer.dst_type;
-  canonicalise(mirrored.dims);
-  return source_is_nested(mirrored) &&
-         std::none_of(mirrored.dims.begin(), mirrored.dims.end(), [](const Dim& dim) { return dim.src_stride == 0; });
-}
-
 int64_t resident_bytes(const std::string& path, int64_t offset, int64_t length) {
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) return -errno;
@@ -262,8 +250,10 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("num_dropped", &Ledger::num_dropped,
                              "Recorded, and overwritten before they were started.");
 
+  // Its end waits for reads in flight: not with the GIL held.
   py::class_<Pipeline>(m, "Pipeline",
-                       "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.")
+                       "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
+                       py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "backend"_a, "queue_depth"_a, "num_threads"_a,
            "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
       .def(

@@ -34,6 +34,15 @@ bool source_is_nested(const Transfer& transfer) {
   return true;
 }
 
+bool destination_is_nested(const Transfer& transfer) {
+  Transfer mirrored = transfer;
+  for (Dim& dim : mirrored.dims) std::swap(dim.src_stride, dim.dst_stride);
+  mirrored.src_type = transfer.dst_type;
+  canonicalise(mirrored.dims);
+  return source_is_nested(mirrored) &&
+         std::ranges::none_of(mirrored.dims, [](const Dim& dim) { return dim.src_stride == 0; });
+}
+
 ByteRange source_bounds(const Transfer& transfer) {
   ByteRange bounds{transfer.src_offset, transfer.src_offset + element_bytes(transfer.src_type)};
   for (const Dim& dim : transfer.dims) bounds.end += (dim.size - 1) * dim.src_stride;

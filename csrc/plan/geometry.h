@@ -27,6 +27,10 @@ void canonicalise(std::vector<Dim>& dims);
 // overlapping windows (unfold, as_strided), which the planner does not take.
 bool source_is_nested(const Transfer& transfer);
 
+// Whether no two elements of the destination share a byte, as far as it can be told without looking at each: false also
+// for some odd strides that do not.
+bool destination_is_nested(const Transfer& transfer);
+
 // Bytes of the file, from the transfer's first to its last needed byte.
 ByteRange source_bounds(const Transfer& transfer);
 

@@ -119,12 +119,12 @@ class Destinations {
     }
   }
 
-  // The one that holds a transfer's destination, or null.
+  // The one that holds all of a transfer's destination, or null.
   Destination* find(const Transfer& transfer) {
-    const auto begin = reinterpret_cast<int64_t>(transfer.dst);
-    auto it = std::upper_bound(destinations_.begin(), destinations_.end(), begin,
+    const ByteRange wanted = destination_bounds(transfer);
+    auto it = std::upper_bound(destinations_.begin(), destinations_.end(), wanted.begin,
                                [](int64_t at, const Destination& other) { return at < other.memory.begin; });
-    if (it == destinations_.begin() || (--it)->memory.end <= begin) return nullptr;
+    if (it == destinations_.begin() || (--it)->memory.end < wanted.end) return nullptr;
     return &*it;
   }
 

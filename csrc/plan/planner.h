@@ -34,7 +34,7 @@ struct PlanOptions {
   // The way to read [begin, end) of a file; asked for windows of kModeWindow bytes.
   std::function<ReadMode(int32_t file, ByteRange window)> mode_of;
   // Whether this memory, of one or of several neighbouring destinations, shall be prepared: it is untouched, and may be
-  // given huge pages. Only prepared memory is read into directly. Without: none is.
+  // given huge pages. Direct reads go in place only into prepared memory. Without: none is.
   std::function<bool(ByteRange)> can_prepare;
 };
 

@@ -17,7 +17,7 @@ struct Dim {
   bool operator==(const Dim&) const = default;
 };
 
-// Canonical form (made by canonicalise(), relied upon by everything behind it): no dimension of size 1; source strides
+// Canonical form (made by make_transfer(), relied upon by everything behind it): no dimension of size 1; source strides
 // descend, so that counting elements in this order ("source order") walks the file forwards; neighbouring dimensions
 // that are one on both sides are merged. A scalar, or a copy of one element, has no dimensions. Every size is > 0.
 struct Transfer {

@@ -12,8 +12,8 @@ enum class Backend { kAuto, kUring, kPread };
 
 struct ReaderOptions {
   Backend backend = Backend::kAuto;
-  int queue_depth = 32;  // reads in flight, direct
-  int num_threads = 2;   // of the pread pool, buffered
+  int queue_depth;  // reads in flight, direct
+  int num_threads;  // of the pread pool, buffered
 };
 
 // kAuto: io_uring for direct reads, or threads, with the reason in `fallback`; threads for buffered reads, which are

@@ -63,13 +63,12 @@ class Reader {
     return -1;
   }
 
-  // The same for files. Returns an index >= 0 for ReadRequest::file_index, or -errno.
+  // The same for files, which stay open for it until the Reader ends. Returns an index >= 0 for
+  // ReadRequest::file_index, or -errno.
   virtual int register_file(int fd) {
     (void)fd;
     return -1;
   }
-  // REQUIRES: index came from register_file, no read of that file is in flight.
-  virtual void unregister_file(int index) { (void)index; }
 };
 
 }  // namespace weightlift

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace weightlift {
@@ -12,9 +13,12 @@ namespace {
 // through the cache is cheaper than fetching all the others again.
 constexpr double kResidentShare = 0.95;
 
+// Does not wait for the other end of a pipe that has taken the file's place.
 int open_retrying(const std::string& path, int flags) {
   for (;;) {
-    const int fd = ::open(path.c_str(), flags | O_RDONLY | O_CLOEXEC);
+    const int fd = ::open(path.c_str(), flags | O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    // Reads shall wait for the device, whatever O_NONBLOCK means for files one day.
+    if (fd >= 0) ::fcntl(fd, F_SETFL, flags);
     if (fd >= 0 || errno != EINTR) return fd;
   }
 }

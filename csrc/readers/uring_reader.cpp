@@ -10,7 +10,6 @@
 #include <array>
 #include <cassert>
 #include <utility>
-#include <vector>
 
 #include "util/unique_fd.h"
 
@@ -91,8 +90,6 @@ class UringReader final : public Reader {
         buffers_error_(io_uring_register_buffers_sparse(&ring_, kMaxBuffers)),
         files_error_(io_uring_register_files_sparse(&ring_, kMaxFiles)) {
     io_uring_ring_dontfork(&ring_);
-    free_files_.reserve(kMaxFiles);
-    for (int index = kMaxFiles - 1; index >= 0; --index) free_files_.push_back(index);
   }
 
   ~UringReader() override {
@@ -172,18 +169,10 @@ class UringReader final : public Reader {
   int register_file(int fd) override {
     if (files_error_ < 0) return files_error_;
     if (fd < 0) return -EBADF;  // to the kernel -1 means: empty the slot
-    if (free_files_.empty()) return -ENOSPC;
-    const int index = free_files_.back();
-    const int done = io_uring_register_files_update(&ring_, index, &fd, 1);
+    if (num_files_ == kMaxFiles) return -ENOSPC;
+    const int done = io_uring_register_files_update(&ring_, num_files_, &fd, 1);
     if (done < 1) return done < 0 ? done : -EINVAL;
-    free_files_.pop_back();
-    return index;
-  }
-
-  void unregister_file(int index) override {
-    const int none = -1;
-    io_uring_register_files_update(&ring_, index, &none, 1);
-    free_files_.push_back(index);
+    return num_files_++;
   }
 
  private:
@@ -232,7 +221,7 @@ class UringReader final : public Reader {
   const int buffers_error_;  // 0, or why there is no table of buffers; the same for files
   const int files_error_;
   int num_buffers_ = 0;
-  std::vector<int> free_files_;
+  int num_files_ = 0;
 };
 
 }  // namespace

@@ -9,7 +9,7 @@
 namespace weightlift {
 
 struct UringOptions {
-  int queue_depth = 32;  // 1 to kMaxUringQueueDepth
+  int queue_depth;  // 1 to kMaxUringQueueDepth
 };
 
 inline constexpr int kMaxUringQueueDepth = 4096;

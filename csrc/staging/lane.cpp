@@ -191,6 +191,9 @@ void Pipeline::Lane::on_completion(const ReadCompletion& completion) {
       fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
     }
     busy_ |= active.num_retries > kRetriesBeforePause;
+  } else if (completion.result == -EINVAL && !active.buffered && pipeline_.options_.strategy == Strategy::kAuto) {
+    // A file unlike the one that was probed (compressed, encrypted, inline) may refuse direct reads.
+    go_on_buffered(active);
   } else if (completion.result < 0) {
     fail(active, FaultKind::kRead, static_cast<int>(-completion.result));
   } else if (completion.result == 0) {
@@ -254,6 +257,14 @@ void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
   }
   std::lock_guard lock(pipeline_.mutex_);
   pipeline_.fail({kind, error, read.file, offset, transfer_at(active, offset), {}});
+}
+
+void Pipeline::Lane::go_on_buffered(ActiveRead& active) {
+  active.buffered = true;
+  if (std::exchange(refused_direct_, true)) return;
+  std::lock_guard lock(pipeline_.mutex_);
+  pipeline_.stats_.fallbacks.push_back("reading through the page cache: " + active.chunk->file->path() +
+                                       " refuses direct reads (EINVAL), though they were found to work");
 }
 
 int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) const {

@@ -42,6 +42,7 @@ class Pipeline::Lane {
   void on_completion(const ReadCompletion& completion);
   void on_read_done(ActiveRead& read);
   void fail(const ActiveRead& read, FaultKind kind, int error);
+  void go_on_buffered(ActiveRead& read);
   // The transfer that needs the byte at `offset`, or the read's first one.
   int64_t transfer_at(const ActiveRead& read, int64_t offset) const;
   void release(uint64_t token);
@@ -61,6 +62,7 @@ class Pipeline::Lane {
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet
   bool register_buffers_ = true;
+  bool refused_direct_ = false;  // has been told of
   std::unordered_map<int32_t, int> file_index_;
   bool register_files_ = true;
 

@@ -17,8 +17,8 @@ namespace weightlift {
 
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
-// Whether no page of the range has been touched (looked at once per huge page). Memory that can't be asked about counts
-// as touched.
+// Whether hardly a page of the range has been touched. One per huge page is looked at, and one in eight may have been:
+// an allocator leaves its marks between blocks. Memory that can't be asked about counts as touched.
 bool pages_untouched(ByteRange memory);
 
 // Asks for huge pages, when they are touched, wherever they lie wholly inside the range. Contents are not changed.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <span>
 #include <utility>
 
@@ -201,23 +202,30 @@ void Pipeline::run_worker() {
     ready_.pop_front();
     const bool wanted = !fault_;
     lock.unlock();
-    int64_t bytes = 0;
-    if (wanted) {
-      const Plan& plan = work.segment->plan;
-      const Chunk& chunk = chunk_of(work);
-      for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
-        const Piece& piece = plan.pieces[static_cast<size_t>(i)];
-        const Read& read = plan.reads[static_cast<size_t>(piece.read)];
-        const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
-        copy_elements(transfer, piece.first, piece.last, ring_->address(work.buffer) + read.staging_offset,
-                      read.offset);
-        bytes += (piece.last - piece.first) * element_bytes(transfer.src_type);
-      }
+    std::string failure;
+    try {
+      if (wanted) transform(work);
+    } catch (const std::exception& e) {  // no memory
+      failure = e.what();
     }
-    bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);
     lock.lock();
+    if (!failure.empty()) fail({FaultKind::kUnavailable, 0, -1, -1, -1, failure});
     finish(work);
   }
+}
+
+void Pipeline::transform(const Work& work) {
+  const Plan& plan = work.segment->plan;
+  const Chunk& chunk = chunk_of(work);
+  int64_t bytes = 0;
+  for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
+    const Piece& piece = plan.pieces[static_cast<size_t>(i)];
+    const Read& read = plan.reads[static_cast<size_t>(piece.read)];
+    const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+    copy_elements(transfer, piece.first, piece.last, ring_->address(work.buffer) + read.staging_offset, read.offset);
+    bytes += (piece.last - piece.first) * element_bytes(transfer.src_type);
+  }
+  bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 bool Pipeline::wait(int64_t segment, std::chrono::milliseconds timeout) {

@@ -38,10 +38,10 @@ namespace weightlift {
 
 struct PipelineOptions {
   Strategy strategy = Strategy::kAuto;
-  int64_t chunk_bytes = int64_t{4} << 20;
-  int64_t staging_bytes = int64_t{256} << 20;  // at least chunk_bytes
-  int64_t merge_gap_bytes = int64_t{16} << 10;
-  int num_workers = 2;
+  int64_t chunk_bytes = 0;    // one read, and one staging buffer; a multiple of 64 KiB
+  int64_t staging_bytes = 0;  // at least chunk_bytes
+  int64_t merge_gap_bytes = 0;
+  int num_workers = 1;
   bool advise_hugepages = true;
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
   // Throws std::exception when there can be none.
@@ -55,7 +55,7 @@ struct FileStats {
 
 struct PipelineStats {
   int64_t bytes_needed = 0;
-  int64_t bytes_read = 0;  // as planned; what was fetched again after short direct reads included
+  int64_t bytes_read = 0;  // what arrived; what was fetched again after short direct reads included
   int64_t in_place_bytes = 0;
   int64_t num_reads = 0;
   int64_t num_transfers = 0;
@@ -120,6 +120,7 @@ class Pipeline {
   SourceFile& source_file(int32_t file) const;
   bool failed() const;
   void run_worker();
+  void transform(const Work& work);  // carries out the pieces of a chunk that has landed
 
   // REQUIRE the lock:
   void start_threads(const Plan& plan);     // those that it needs and that do not run yet

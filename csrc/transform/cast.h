@@ -7,9 +7,8 @@
 //   bfloat16 -> float32                       all bits kept
 // In two pairs torch's own code paths disagree about the bits of a NaN, and one of them is followed:
 //   float32 -> bfloat16   0x7fc0, as for strided operands (torch's contiguous path gives 0xffff)
-//   float16 -> float32    sign and payload kept, made quiet, as torch's vectors do (the elements left over at the end
-//   of a
-//                         contiguous tensor, which fill no vector, become 0x7fffffff in torch)
+//   float16 -> float32    sign and payload kept, made quiet, as torch's vectors do (what is left over at the end of a
+//                         contiguous tensor, and fills no vector, becomes 0x7fffffff in torch)
 #pragma once
 
 #include <cstdint>

@@ -29,6 +29,7 @@
 
 #include "faulty_reader.h"
 #include "readers/make_reader.h"
+#include "readers/pread_reader.h"
 #include "readers/probe.h"
 #include "readers/uring_reader.h"
 #include "transform/copy.h"
@@ -578,6 +579,66 @@ TEST_CASE("a file that is missing fails its segment, and all the others") {
   CHECK(fault.file == 1);
   CHECK(fault.transfer_id == 2);
   rig.control->permits = INT64_MAX;
+}
+
+// Takes direct reads for impossible, as some file systems do for some of their files.
+class RefusesDirect final : public Reader {
+ public:
+  explicit RefusesDirect(std::shared_ptr<std::atomic<int>> refusals) : refusals_(std::move(refusals)) {}
+  std::string_view name() const override { return "test"; }
+  int queue_depth() const override { return reader_->queue_depth(); }
+
+  int submit(std::span<const ReadRequest> requests) override {
+    for (const ReadRequest& request : requests) {
+      if (::fcntl(request.fd, F_GETFL) & O_DIRECT) {
+        refused_.push_back({request.token, -EINVAL});
+        ++*refusals_;
+      } else {
+        reader_->submit({&request, 1});
+      }
+    }
+    return 0;
+  }
+
+  int wait(std::span<ReadCompletion> out, std::chrono::milliseconds timeout) override {
+    if (refused_.empty()) return reader_->wait(out, timeout);
+    out[0] = refused_.back();
+    refused_.pop_back();
+    return 1;
+  }
+
+ private:
+  std::unique_ptr<Reader> reader_ = make_pread_reader(2);
+  std::vector<ReadCompletion> refused_;
+  std::shared_ptr<std::atomic<int>> refusals_;
+};
+
+TEST_CASE("a file that refuses direct reads is read through the page cache, unless direct was demanded") {
+  const TestFile file(kMiB);
+  const UniqueFd fd(::open(file.path().c_str(), O_RDONLY | O_CLOEXEC));
+  ::fdatasync(fd.get());
+  ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_DONTNEED);
+  const auto refusals = std::make_shared<std::atomic<int>>(0);
+  const auto run = [&](Strategy strategy, std::vector<std::byte>& memory) {
+    PipelineOptions options = make_rig(strategy).options;
+    options.make_reader = [&](bool, std::string*) { return std::make_unique<RefusesDirect>(refusals); };
+    Pipeline pipeline(options);
+    pipeline.add_file(file.path(), file.identity());
+    const int64_t segment = pipeline.submit({contiguous(7, 0, 100, 500'000, memory.data())}, Order::kAppend);
+    CHECK(pipeline.wait(segment, kLong));
+    return std::pair(pipeline.fault(), pipeline.stats());
+  };
+  std::vector<std::byte> memory(500'000);
+  const auto [none, stats] = run(Strategy::kAuto, memory);
+  CHECK(none.kind == FaultKind::kNone);
+  CHECK(stats.fallbacks.size() == (*refusals > 0 ? 1 : 0));  // none where the cache can't be dropped
+  std::vector<std::byte> expected(500'000);
+  CHECK(::pread(fd.get(), expected.data(), expected.size(), 100) == 500'000);
+  CHECK(memory == expected);
+  if (!probe_direct(file.path().c_str()).usable) return;
+  const auto [fault, unused] = run(Strategy::kDirect, memory);
+  CHECK(fault.kind == FaultKind::kRead);
+  CHECK(fault.error == EINVAL);
 }
 
 TEST_CASE("a reader that can't submit or wait ends the load") {

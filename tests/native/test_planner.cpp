@@ -648,6 +648,22 @@ TEST_CASE("small destinations that lie side by side are prepared together") {
   CHECK(plan.preparations == std::vector<ByteRange>{{address, address + 8'000 * kKiB}});
 }
 
+TEST_CASE("a sparse destination that begins on a page of a dense one is not taken for a part of it") {
+  const Memory memory(256 * kMiB);
+  Setting setting = always(direct_mode(512, 512));
+  setting.can_prepare = [](ByteRange) { return true; };
+  std::byte* const base = memory.data() + 64;  // as torch.empty lies in its pages
+  const std::vector<Transfer> transfers = {
+      contiguous(0, 0, 20 * kMiB, base),
+      make_transfer(1, 0, ElementType::kBytes1, 20 * kMiB, ElementType::kBytes1, base + 20 * kMiB,
+                    {{4096, 64, 32 * kKiB}, {64, 1, 1}}),
+  };
+  const Plan plan = plan_reads(transfers, setting.options());
+  check_structure(plan, setting);
+  const auto begin = reinterpret_cast<int64_t>(memory.data());
+  for (const ByteRange& step : plan.preparations) CHECK(step.end <= begin + 20 * kMiB + 4096);
+}
+
 TEST_CASE("files are read one after the other, each forwards") {
   const Memory memory(64 * kMiB);
   const Setting setting = always(direct_mode(4096, 512));

@@ -338,12 +338,6 @@ TEST_CASE("registered buffers and files give the same bytes") {
         .fd = file.fd(), .buffer_index = first, .buffer = memory.get() + kSize - 4, .length = 8, .token = 9};
     CHECK(read_one(*reader, outside) == -EFAULT);
   }
-  SUBCASE("an unregistered file is not read, and its index is used again") {
-    reader->unregister_file(index);
-    const ReadRequest gone = {.file_index = index, .buffer = memory.get(), .length = 8, .token = 9};
-    CHECK(read_one(*reader, gone) == -EBADF);
-    CHECK(reader->register_file(file.fd()) == index);
-  }
   SUBCASE("a file that is not open cannot be registered") { CHECK(reader->register_file(-1) < 0); }
   SUBCASE("the table of files ends") {
     int last = 0;
