@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import weightlift
 from weightlift.cli import main
@@ -57,6 +58,16 @@ def test_inspect_as_json(checkpoint: Path, capsys: Output) -> None:
     assert document["dtypes"]["float32"] == {"num_tensors": 3, "bytes": 16 * 8 * 4 + 4}
     assert [shard["num_tensors"] for shard in document["shards"]] == [2, 2]
     assert {entry["name"]: entry["shape"] for entry in document["tensors"]}["none"] == [0, 4]
+
+
+def test_inspect_shows_hostile_names_harmlessly(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w\x1b[2J": torch.zeros(1)}, path, metadata={"key\x1b[1A": "two\nlines"})
+    assert main(["inspect", "--tensors", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    for shown in (r"'w\x1b[2J'", r"'key\x1b[1A'", r"'two\nlines'"):
+        assert shown in out
 
 
 def test_load_verifies_every_byte(checkpoint: Path, capsys: Output) -> None:
@@ -162,6 +173,17 @@ def test_runs_as_a_module(checkpoint: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert "4 tensors" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "load"])
+def test_a_bad_log_variable_is_one_line_and_code_2(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("WEIGHTLIFT_LOG_TO_STDERR", "loud")
+    with _start(command, str(checkpoint)) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == "weightlift: error: WEIGHTLIFT_LOG_TO_STDERR is 'loud'; accepted is 0 or 1\n"
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path, write_checkpoint: Any) -> None:

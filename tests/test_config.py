@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from weightlift import program
 from weightlift.config import OPTIONS, LoadConfig, ResolvedConfig, environment_variable
+from weightlift.report import format_bytes
 
 
 def test_nothing_said_gives_the_automatic_values() -> None:
@@ -138,6 +140,14 @@ def test_a_chunk_has_to_fit_into_staging() -> None:
 def test_a_config_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LoadConfig().queue_depth = 3  # type: ignore[misc]
+
+
+def test_automatic_values_are_those_that_programs_use() -> None:
+    assert OPTIONS["queue_depth"].automatic == str(program._QUEUE_DEPTH)
+    assert OPTIONS["chunk_bytes"].automatic.startswith(format_bytes(program._CHUNK_BYTES).replace(".00", ""))
+    assert format_bytes(program._CHUNK_UNIT).replace(".00", "") in OPTIONS["chunk_bytes"].effect
+    assert OPTIONS["merge_gap_bytes"].automatic == format_bytes(program._MERGE_GAP_BYTES).replace(".00", "")
+    assert OPTIONS["num_threads"].automatic.endswith(f"at most {program._MAX_THREADS}")
 
 
 def test_every_field_is_described_and_resolved() -> None:

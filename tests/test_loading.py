@@ -429,6 +429,48 @@ def test_what_is_no_model_is_a_type_error(tmp_path: Path, target: Any) -> None:
         fast_load(target, path)
 
 
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize("change", [lambda value: value.clone(), lambda value: value.detach(), lambda value: "text"])
+def test_state_dict_of_other_tensors_is_an_error(tmp_path: Path, change: Callable[[Tensor], Any]) -> None:
+    safetensors.torch.save_file({"weight": torch.ones(4, 3), "bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    model = nn.Linear(3, 4)
+
+    def replace(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["weight"] = change(state["weight"])
+
+    model.register_state_dict_post_hook(replace)
+    with pytest.raises(TypeError, match=r"of Linear .*: weight; .*load_state_dict"):
+        fast_load(model, tmp_path)
+
+
+def test_state_dict_may_rename(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    model = nn.Linear(3, 4, bias=False)
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["w"] = state.pop("weight")
+
+    model.register_state_dict_post_hook(rename)
+    fast_load(model, tmp_path)
+    assert model.weight.eq(1).all()
+
+
+def test_tied_weight_of_a_mapping_needs_one_name(model_and_folder: tuple[Model, Path]) -> None:
+    model, folder = model_and_folder
+    state = model.state_dict()
+    assert state["head.weight"] is not state["embed.weight"]
+    assert fast_load(state, folder).missing_keys == []
+    assert_same(model.head.weight.data, load_file(folder)["embed.weight"])
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_empty_tensors_are_not_tied(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.empty(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError) as caught:
+        fast_load({"a": torch.empty(0), "b": torch.empty(0)}, tmp_path)
+    assert caught.value.missing_keys == ["b"]
+
+
 # ---- fast_load: weight loaders
 
 RANK, RANKS = 1, 4
@@ -512,6 +554,13 @@ def test_gap_is_an_error_before_a_byte_is_read(tmp_path: Path) -> None:
     assert "qkv_proj.weight[512:768]" in str(caught.value)
     assert "strict=False" in str(caught.value)
     assert not model.qkv_proj.weight.any()
+
+
+def test_late_gap_is_an_error_too(tmp_path: Path) -> None:
+    model = one_parameter(tmp_path, lambda parameter, loaded: parameter.data[:512].copy_(loaded[:512]))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        fast_load(model, tmp_path, config=LoadConfig(coverage_wait_seconds=0))
+    assert caught.value.gaps == ["qkv_proj.weight[512:768]"]
 
 
 def test_gap_is_reported_where_it_is_accepted(tmp_path: Path) -> None:
@@ -659,6 +708,15 @@ def test_size_mismatch_is_an_error_in_any_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_read")
+def test_weight_loader_of_none_is_none(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"weight": torch.ones(1, 3)}, tmp_path / "model.safetensors")
+    model = nn.Linear(3, 4, bias=False)
+    model.weight.weight_loader = None
+    with pytest.raises(CheckpointMismatchError, match="size mismatch for weight"):
+        fast_load(model, tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
 def test_meta_parameters_are_an_error_with_both_remedies(tmp_path: Path) -> None:
     safetensors.torch.save_file({"weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
     model = nn.Linear(3, 4, bias=False, device="meta")
@@ -713,6 +771,43 @@ def test_report_of_a_checkpoint_counts_no_second_twice(tmp_path: Path) -> None:
     elapsed = time.perf_counter() - started
     assert checkpoint.report.seconds["total"] <= elapsed
     assert checkpoint.report.seconds["wait"] > 0
+
+
+def test_report_while_recording_counts_the_time_so_far(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.safetensors", [("w", "F32", [1024])])
+    into = torch.empty(1024)
+    started = time.perf_counter()
+    with weightlift.open_checkpoint(path) as checkpoint:
+        time.sleep(0.02)
+        into.copy_(checkpoint["w"])
+        checkpoint.run()
+        seconds = checkpoint.report.seconds
+        elapsed = time.perf_counter() - started
+    assert seconds["record"] >= 0.02
+    assert seconds["wait"] > 0
+    assert seconds["total"] <= elapsed
+
+
+def test_checkpoints_are_equal_when_they_are_one(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "model.safetensors", [("w", "F32", [4])])
+    one, other = weightlift.open_checkpoint(path), weightlift.open_checkpoint(path)
+    assert len({one, one, other}) == 2
+    assert one == one
+    assert one != other
+
+
+def test_files_of_a_checkpoint_are_of_public_types(tmp_path: Path) -> None:
+    files = weightlift.open_checkpoint(write_file(tmp_path / "model.safetensors", [("w", "F32", [4])])).files
+    assert isinstance(files, weightlift.CheckpointFiles)
+    assert isinstance(files.shards[0], weightlift.Shard)
+    assert isinstance(files.tensors["w"], weightlift.TensorEntry)
+
+
+def test_a_bad_log_variable_is_a_warning_of_the_first_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_file(tmp_path / "model.safetensors", [("w", "F32", [4])])
+    monkeypatch.setenv("WEIGHTLIFT_LOG_TO_STDERR", "loud")
+    with pytest.warns(UserWarning, match="WEIGHTLIFT_LOG_TO_STDERR is 'loud'; accepted is 0 or 1"):
+        load_file(path)
 
 
 @pytest.mark.direct_io

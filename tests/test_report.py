@@ -53,6 +53,15 @@ def test_the_dict_goes_through_json(report: LoadReport) -> None:
     assert document["seconds"]["total"] == 1.0
 
 
+def test_the_table_shows_hostile_names_harmlessly(report: LoadReport) -> None:
+    report.unexpected_keys = ["w\x1b[2J", "a\nb"]
+    report.files[0].path = "\x1b]0;title\x07.safetensors"
+    text = str(report)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r"'w\x1b[2J'" in text
+    assert r"'a\nb'" in text
+
+
 def test_an_empty_load_divides_by_nothing() -> None:
     report = LoadReport()
     assert report.over_read == 1.0

@@ -6,6 +6,7 @@ copies from; `load_file` loads a whole file or folder.
 
 from ._logging import set_up_logging
 from ._version import __version__
+from .checkpoint import CheckpointFiles, Shard, TensorEntry
 from .config import LoadConfig
 from .errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CheckpointReadError
 from .loading import Checkpoint, fast_load, load_file, open_checkpoint
@@ -15,6 +16,7 @@ from .tensor import CheckpointTensor
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointFiles",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointReadError",
@@ -22,6 +24,8 @@ __all__ = [
     "FileReport",
     "LoadConfig",
     "LoadReport",
+    "Shard",
+    "TensorEntry",
     "__version__",
     "fast_load",
     "load_file",

@@ -119,8 +119,8 @@ class LoadConfig:
     queue_depth: Annotated[
         int | None,
         _count(
-            "by backend and storage",
-            "Reads in flight.",
+            "16",
+            "Reads in flight. Where pread reads directly: its threads, at most 16.",
             "Raise it on network storage with high latency; lower it where others share the device.",
             1,
             4096,
@@ -129,8 +129,8 @@ class LoadConfig:
     chunk_bytes: Annotated[
         int | None,
         _size(
-            "by storage",
-            "Size of one read.",
+            "2 MiB (at most staging_bytes)",
+            "Most bytes of one read, rounded down to a multiple of 64 KiB.",
             "Raise it on network storage; lower it to keep staging memory small.",
             64 * KiB,
             GiB,
@@ -149,7 +149,7 @@ class LoadConfig:
     merge_gap_bytes: Annotated[
         int | None,
         _size(
-            "by storage",
+            "16 KiB",
             "Bytes that nobody asked for, up to which reading on is taken to be cheaper than a second read.",
             "0 reads needed bytes only; raise it where every read is expensive.",
             0,
@@ -159,8 +159,8 @@ class LoadConfig:
     num_threads: Annotated[
         int | None,
         _count(
-            "by number of cores",
-            "Threads that copy and convert, and threads of the pread backend.",
+            "number of cores, at most 8",
+            "Threads that copy and convert, and as many for buffered reads with pread.",
             "Lower it where cores are busy with other work.",
             1,
             1024,

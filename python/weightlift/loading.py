@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._logging import logger
+from ._logging import bad_setting, logger
 from .checkpoint import CheckpointFiles, locate
 from .config import LoadConfig
-from .errors import CheckpointMismatchError
+from .errors import CheckpointMismatchError, listed
 from .memory import allocate_like
 from .program import Program, is_dense
 from .progress import ProgressBar
@@ -32,6 +34,7 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
 
     Inside a `with` block copies out of them are recorded, and carried out together when the block ends or at `run()`.
     Outside of one, each copy is carried out at once. A block that is left through an exception drops what has not run.
+    Leaving a block closes the checkpoint: its tensors can't be read any more.
     Made by `open_checkpoint`.
     """
 
@@ -60,6 +63,10 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._files.tensors
+
+    # Two are equal when they are one: Mapping would compare the values of all tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"Checkpoint({len(self)} tensors in {len(self._files.shards)} shards)"
@@ -99,8 +106,8 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            self._recorded = self._seconds_of_recording()
             if kind is None:
-                self._recorded = self._seconds_of_recording()
                 self.run()
         finally:
             self._block.close()
@@ -120,7 +127,8 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
     def report(self) -> LoadReport:
         """What was done so far."""
         report = LoadReport()
-        report.seconds = {"header": self._header_seconds, "record": self._recorded}
+        recorded = self._seconds_of_recording() if self._program.recording else self._recorded
+        report.seconds = {"header": self._header_seconds, "record": recorded}
         self._program.fill_report(report)
         report.seconds["total"] = sum(report.seconds.values())
         return report
@@ -147,6 +155,8 @@ def open_checkpoint(path: CheckpointPath, *, config: LoadConfig | None = None, w
         ...     head.copy_(checkpoint["lm_head.weight"][:16])
     """
     resolved = (config or LoadConfig()).resolve()
+    if problem := bad_setting():
+        warnings.warn(problem, stacklevel=2)
     started = time.perf_counter()
     files = locate(path)
     program = Program(files, resolved)
@@ -200,8 +210,14 @@ def fast_load(
     A parameter with a `weight_loader` attribute is handed over to it, `weight_loader(param, tensor)`, which cuts and
     copies what it wants; only that is read. Every other parameter takes its tensor whole, and decides device and dtype.
 
+    Parts that a `weight_loader` left unset, gaps, are looked for in dense parameters in CPU memory; of others, and of
+    those that their loader replaced, nothing is known. They are found before a byte is read where recording takes less
+    than `coverage_wait_seconds` and no loader looks at values. Else they are found when recording ends: parameters may
+    have been partly overwritten by then. Without a `weight_loader` there are none.
+
     Args:
-        model: a module, its parameters allocated (not on the meta device); or a mapping from names to tensors.
+        model: a module, its parameters allocated (not on the meta device), whose `state_dict(keep_vars=True)` gives its
+            own parameters and buffers; or a mapping from names to tensors.
         path: as for `open_checkpoint`.
         strict: whether names that only one side has, and parts of parameters that nothing fills, are errors. Else they
             are in the report. A tensor whose size does not fit is an error in any case.
@@ -212,9 +228,11 @@ def fast_load(
         What was done: see LoadReport.
 
     Raises:
-        CheckpointMismatchError: checkpoint and model do not fit; all differences at once, before a byte is read.
+        CheckpointMismatchError: checkpoint and model do not fit. All differences of names and sizes are one error,
+            before a byte is read; gaps are another, see above.
         CheckpointError: a file is missing, unreadable or malformed, or storage failed. In the latter case
             `error.incomplete` names what was not loaded.
+        TypeError: `model` is neither, or its state dict holds something else than its own tensors.
         Whatever a `weight_loader` raises.
 
     Example:
@@ -239,7 +257,16 @@ def _targets(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, t
     """What can be loaded, by name: parameters and persistent buffers, tied ones under each of their names."""
     if isinstance(model, torch.nn.Module):
         # Without the extra state of modules, which is not made of tensors.
-        return {name: value for name, value in model.state_dict(keep_vars=True).items() if not _is_extra_state(name)}
+        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not _is_extra_state(name)}
+        own = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        foreign = [name for name, value in state.items() if id(value) not in own]
+        if foreign:
+            raise TypeError(
+                f"state_dict(keep_vars=True) of {type(model).__name__} has entries that are not the model's own "
+                f"parameters and buffers, so that filling them would leave the model as it is: {listed(foreign)}; "
+                "use model.load_state_dict(weightlift.load_file(path))"
+            )
+        return state
     if not isinstance(model, Mapping):
         raise TypeError(f"expected a module or a mapping from names to tensors, found {type(model).__name__}")
     for name, value in model.items():
@@ -252,14 +279,26 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
+def _weight_loader(target: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object] | None:
+    return getattr(target, "weight_loader", None)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """The same for tensors that are one: tied parameters, which `state_dict()` gives as an alias for each name."""
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    if not address:  # empty, or without memory of its own
+        return id(tensor)
+    return tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _reconcile(
     model: Any, targets: dict[str, torch.Tensor], checkpoint: Checkpoint, path: Any, *, strict: bool
 ) -> LoadReport:
     """Compares names and sizes. Raises with all differences, or returns a report that has them."""
     entries = checkpoint.files.tensors
-    loaded = {id(targets[name]) for name in entries if name in targets}
+    loaded = {_place(targets[name]) for name in entries if name in targets}
     # A tied parameter is there when one of its names is.
-    missing = [name for name, target in targets.items() if name not in entries and id(target) not in loaded]
+    missing = [name for name, target in targets.items() if name not in entries and _place(target) not in loaded]
     unexpected = [name for name in entries if name not in targets]
     mismatched = []
     on_meta = []
@@ -269,7 +308,7 @@ def _reconcile(
             continue
         if target.device.type == "meta":
             on_meta.append(name)
-        if not hasattr(target, "weight_loader") and tuple(target.shape) != entry.shape:
+        if _weight_loader(target) is None and tuple(target.shape) != entry.shape:
             mismatched.append(
                 f"{name}: copying a param with shape {torch.Size(entry.shape)} from checkpoint, "
                 f"the shape in current model is {target.shape}."
@@ -304,7 +343,7 @@ def _load(
 ) -> None:
     program = checkpoint._program
     names = [name for name in checkpoint if name in targets]
-    cut = [name for name in names if hasattr(targets[name], "weight_loader")]
+    cut = [name for name in names if _weight_loader(targets[name]) is not None]
     program.name_destinations(targets.items())
     program.track_coverage()
     # Whole tensors are known to cover their parameters. What weight loaders do is known when they have run: until then,
@@ -316,7 +355,7 @@ def _load(
         block.enter_context(_recording(checkpoint, hold_seconds, watch=bool(cut)))
         for name in names:
             target, tensor = targets[name], checkpoint[name]
-            loader = getattr(target, "weight_loader", None)
+            loader = _weight_loader(target)
             if loader is not None:
                 loader(target, tensor)
             else:
@@ -358,7 +397,7 @@ def _check_coverage(
         report.gaps += _regions(name, target, gaps)
         report.double_writes += _regions(name, target, doubles)
     if report.double_writes:
-        logger.warning("written by more than one tensor of the checkpoint: %s", ", ".join(report.double_writes[:10]))
+        logger.warning("written by more than one tensor of the checkpoint: %s", listed(report.double_writes))
     if report.gaps and strict:
         raise CheckpointMismatchError(
             type(model).__name__,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from .errors import printable
+
 
 def format_bytes(num_bytes: int) -> str:
     """A size for people.
@@ -40,7 +42,7 @@ class LoadReport:
         missing_keys, unexpected_keys: as in ``nn.Module.load_state_dict``: names that only the model, or only the
             checkpoint, has.
         num_tensors: tensors of the checkpoint that the load used.
-        num_transfers: copies that were recorded and carried out.
+        num_transfers: copies that were recorded and carried out, and reads of values on the spot.
         num_dropped: recorded copies that were never carried out, because later ones overwrote all they would write.
         num_forced: tensors read before their turn, because something looked at their values while recording.
         bytes_needed: bytes of the files that the transfers asked for.
@@ -49,7 +51,7 @@ class LoadReport:
         in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
-        files: one entry for each file that was read.
+        files: one entry for each file that was read; where reading was aborted and went on, in the words of its start.
         fallbacks: each thing that was wanted and could not be had, with cause and remedy.
         gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]".
         double_writes: regions of parameters that more than one transfer filled.
@@ -116,7 +118,7 @@ class LoadReport:
             "  seconds     " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items()),
         ]
         lines += [
-            f"  file        {f.path}: {format_bytes(f.bytes_read)} by {f.reader}, {f.strategy}: {f.reason}"
+            f"  file        {printable(f.path)}: {format_bytes(f.bytes_read)} by {f.reader}, {f.strategy}: {f.reason}"
             for f in self.files
         ]
         for label, entries in (
@@ -126,7 +128,7 @@ class LoadReport:
             ("twice", self.double_writes),
             ("fallback", self.fallbacks),
         ):
-            lines += [f"  {label:<11} {entry}" for entry in entries]
+            lines += [f"  {label:<11} {printable(entry)}" for entry in entries]
         return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from weightlift._logging import bad_setting
 from weightlift._version import __version__
 from weightlift.cli import inspect, load
 from weightlift.cli.errors import CommandError
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments)
+        if problem := bad_setting():
+            raise CommandError(problem, exit_code=2)
         exit_code: int = options.run(options)
         sys.stdout.flush()  # a closed pipe shows here, where it is handled, and not when the interpreter exits
     except BrokenPipeError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weightlift.checkpoint import locate
+from weightlift.errors import printable
 from weightlift.report import format_bytes
 
 NAME = "inspect"
@@ -70,7 +71,7 @@ def _name(dtype: torch.dtype) -> str:
 def _text(document: dict[str, Any]) -> str:
     num_shards = len(document["shards"])
     lines = [
-        f"{document['path']}: {document['num_tensors']} tensors, {format_bytes(document['tensor_bytes'])}, "
+        f"{printable(document['path'])}: {document['num_tensors']} tensors, {format_bytes(document['tensor_bytes'])}, "
         f"{num_shards} shard{'' if num_shards == 1 else 's'}"
     ]
     lines += [
@@ -78,12 +79,13 @@ def _text(document: dict[str, Any]) -> str:
         for dtype, counts in document["dtypes"].items()
     ]
     for shard in document["shards"]:
-        lines.append(f"  {shard['path']}: {shard['num_tensors']} tensors, {format_bytes(shard['bytes'])}")
-        lines += [f"    {key}: {value}" for key, value in shard["metadata"].items()]
+        lines.append(f"  {printable(shard['path'])}: {shard['num_tensors']} tensors, {format_bytes(shard['bytes'])}")
+        lines += [f"    {printable(key)}: {printable(value)}" for key, value in shard["metadata"].items()]
     if "tensors" in document:
-        width = max((len(entry["name"]) for entry in document["tensors"]), default=0)
+        names = [printable(entry["name"]) for entry in document["tensors"]]
+        width = max(map(len, names), default=0)
         lines += [
-            f"  {entry['name']:<{width}}  {entry['dtype']:<16} {entry['shape']!s:<20} {format_bytes(entry['bytes'])}"
-            for entry in document["tensors"]
+            f"  {name:<{width}}  {entry['dtype']:<16} {entry['shape']!s:<20} {format_bytes(entry['bytes'])}"
+            for name, entry in zip(names, document["tensors"], strict=True)
         ]
     return "\n".join(lines)

@@ -15,11 +15,10 @@ import weightlift
 from weightlift.checkpoint import CheckpointFiles, locate
 from weightlift.cli.errors import CommandError
 from weightlift.config import Backend, LoadConfig, Strategy
+from weightlift.errors import listed
 
 NAME = "load"
 HELP = "Load every tensor of a checkpoint into memory; show what was read, how, and how fast."
-
-_MOST_DIFFERENCES_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +53,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(report)
         if differences:
-            shown = ", ".join(differences[:_MOST_DIFFERENCES_SHOWN])
-            more = len(differences) - _MOST_DIFFERENCES_SHOWN
-            print(f"verify: {len(differences)} tensors differ: {shown}" + (f" and {more} more" if more > 0 else ""))
+            print(f"verify: {len(differences)} tensors differ: {listed(differences)}")
         elif differences is not None:
             print(f"verify: {len(files.tensors)} tensors, every byte equal to safetensors")
     return 1 if differences else 0
