@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
+import errno
 import gc
 import io
 import os
@@ -12,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weightlift
 from weightlift import Checkpoint
+from weightlift.program import _file_report
 from weightlift.tensor import CheckpointTensor
+from weightlift.watch import watched
 
 ROWS, COLUMNS = 64, 512  # of float32: 128 KiB, too large to be kept as a value
 ROW_BYTES = COLUMNS * 4
@@ -571,6 +577,57 @@ def test_resizing_through_the_tensor_runs_its_transfer_first(checkpoint: Checkpo
     assert torch.equal(p, W)
 
 
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda end: end.resize_(ROWS, COLUMNS),
+        lambda end: end.resize_as_(V),
+        lambda end: torch.neg(V, out=end),
+        lambda end: end.untyped_storage().resize_(2 * W.nbytes),
+    ],
+    ids=["resize_", "resize_as_", "out", "untyped_storage"],
+)
+def test_resizing_a_view_runs_what_writes_to_the_rest_of_its_memory(checkpoint: Checkpoint, resize: Any) -> None:
+    p = torch.zeros(ROWS, COLUMNS)
+    with checkpoint:
+        p.copy_(checkpoint["w"])
+        resize(p[ROWS:])
+        p[:1].copy_(checkpoint["v"][:1])
+    assert torch.equal(p, torch.cat([V[:1], W[1:]]))
+
+
+def test_memory_that_was_replaced_between_two_copies_is_an_error(checkpoint: Checkpoint) -> None:
+    p = torch.zeros(ROWS, COLUMNS)
+    storage = p.untyped_storage()
+
+    def load() -> None:
+        with checkpoint:
+            p[:1].copy_(checkpoint["w"][:1])
+            storage.resize_(64 * W.nbytes)
+            p[1:].copy_(checkpoint["w"][1:])
+
+    with pytest.raises(RuntimeError, match="its memory was replaced"):
+        load()
+
+
+def test_memory_that_was_replaced_when_copies_had_landed_is_watched_from_then_on(checkpoint: Checkpoint) -> None:
+    p = torch.zeros(ROWS, COLUMNS)
+    storage = p.untyped_storage()
+
+    def load() -> None:
+        with checkpoint:
+            p.copy_(checkpoint["w"])
+            assert torch.equal(p + 0, W)
+            storage.resize_(64 * W.nbytes)
+            p.copy_(checkpoint["v"])
+            assert torch.equal(p + 0, V)
+            p.copy_(checkpoint["q"])
+            storage.resize_(W.nbytes)
+
+    with pytest.raises(RuntimeError, match="its memory was replaced"):
+        load()
+
+
 def test_replaced_data_leaves_the_copy_to_the_old_memory(checkpoint: Checkpoint) -> None:
     p = param(ROWS, COLUMNS)
     old = p.data
@@ -657,6 +714,17 @@ def test_many_scalars_cost_one_read(checkpoint: Checkpoint) -> None:
     assert f"{scales[2]:.1f}" == "2.0"
     assert checkpoint.report.bytes_read == once < 64 << 10
     assert checkpoint["index"].tolist() == [2, 0, 1]
+
+
+def test_small_values_are_kept_up_to_a_bound(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weightlift.program, "_SMALL_RUN_BYTES", 16)
+    monkeypatch.setattr(weightlift.program, "_SMALL_KEPT_BYTES", 64)
+    for _ in range(2):
+        assert [checkpoint[f"scale.{i}"].item() for i in range(50)] == list(range(50))
+        assert sum(value.nbytes for value in checkpoint._program._small.values()) <= 64
+    once = checkpoint.report.bytes_read
+    assert checkpoint["scale.49"].item() == 49
+    assert checkpoint.report.bytes_read == once
 
 
 def test_writing_to_a_value_changes_nobody_elses(checkpoint: Checkpoint) -> None:
@@ -1069,6 +1137,36 @@ def test_doors_are_restored_after_the_last_checkpoint(path: Path) -> None:
     )
 
 
+def test_what_others_put_in_the_place_of_doors_is_called_and_stays(path: Path) -> None:
+    printed = run_python(
+        """
+        import gc, sys, torch, weightlift
+        def patched(name):
+            original = getattr(torch.Tensor, name)
+            def method(self, *args, **kwargs):
+                print(name)
+                return original(self, *args, **kwargs)
+            setattr(torch.Tensor, name, method)
+            return method
+        earlier = patched("__repr__")
+        checkpoint = weightlift.open_checkpoint(sys.argv[1])
+        assert torch.Tensor.__repr__ is not earlier
+        repr(torch.zeros(1))
+        later = patched("tolist")
+        del checkpoint
+        gc.collect()
+        assert torch.Tensor.__repr__ is earlier
+        assert torch.Tensor.tolist is later
+        with weightlift.open_checkpoint(sys.argv[1]) as checkpoint:
+            p = torch.zeros(3, 4)
+            p.copy_(checkpoint["small"])
+            print(int(sum(map(sum, p.tolist()))))
+        """,
+        path,
+    )
+    assert printed.split() == ["__repr__", "tolist", "66"]
+
+
 # ---- leaving
 
 
@@ -1182,6 +1280,42 @@ def test_use_after_close_is_one_clear_error(checkpoint: Checkpoint, use: Callabl
     assert "w" in repr(t)
 
 
+def test_pipeline_that_cannot_be_made_fails_the_load_for_good(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> None:
+        raise MemoryError("no memory for staging")
+
+    p = param(ROWS, COLUMNS)
+
+    def load() -> None:
+        with checkpoint:
+            p.copy_(checkpoint["w"])
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoint._program, "_make_pipeline", no_memory)
+                with pytest.raises(MemoryError):
+                    p.sum()
+
+    with pytest.raises(MemoryError, match="no memory for staging"):
+        load()
+    assert (p == -1).all()
+
+
+def test_failed_wait_names_no_byte(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = SimpleNamespace(fault=lambda: ("read", errno.EIO, -1, -1, -1, ""))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint._program, "_pipeline", pipeline)
+        assert "waiting for reads failed: Input/output error" in str(checkpoint._program._failure())
+
+
+def test_landed_tensor_can_be_copied_after_close(checkpoint: Checkpoint) -> None:
+    p, t = param(ROWS, COLUMNS), checkpoint["w"]
+    t.add_(1)
+    checkpoint.close()
+    assert torch.equal(p.copy_(t), W + 1)
+    assert torch.equal(t + 0, W + 1)
+
+
 def test_blocks_cannot_be_nested_nor_entered_after_the_end(checkpoint: Checkpoint) -> None:
     p = param(ROWS, COLUMNS)
     with checkpoint:
@@ -1201,9 +1335,9 @@ def test_nothing_is_kept_after_the_end(path: Path) -> None:
         written = checkpoint["v"].half()
         written.add_(1)
         program, storage = weakref.ref(checkpoint._program), weakref.ref(written._land().untyped_storage())
-        watched = weakref.ref(p)
+        destination = weakref.ref(p)
     del p, t, checkpoint
-    assert watched() is None
+    assert destination() is None
     del written
     assert storage() is None  # without the garbage collector: these are large
     gc.collect()
@@ -1236,6 +1370,96 @@ def test_two_checkpoints_in_their_own_parameters_force_nothing(path: Path) -> No
     assert torch.equal(q, V)
 
 
+def test_concatenations_of_two_checkpoints_read_each_from_its_own(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": V}, tmp_path / "other.safetensors")
+    p = param(2 * ROWS, COLUMNS)
+    with weightlift.open_checkpoint(tmp_path) as other, checkpoint:
+        p.copy_(torch.cat([checkpoint["w"], other["w"]]))
+    assert torch.equal(p, torch.cat([W, V]))
+
+
+def test_looking_visits_every_watched_program_once(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    with checkpoint, monkeypatch.context() as patch:
+        patch.setattr(checkpoint._program, "before_read", seen.append)
+        checkpoint._program.before_look(W)
+    assert len(seen) == 1
+
+
+def test_block_that_ends_in_another_thread_hides_no_program(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.zeros(ROWS, COLUMNS)
+    with weightlift.open_checkpoint(path) as first, weightlift.open_checkpoint(path) as second:
+        p.copy_(second["w"])
+        with monkeypatch.context() as patch:
+            patch.setattr(first._program, "before_read", lambda tensor: watched.remove(first._program))
+            values = p.numpy().copy()
+        watched.append(first._program)
+    assert np.array_equal(values, W.numpy())
+
+
+def run_threads(*targets: Callable[[], None]) -> None:
+    """Runs them at once. Fails when one fails, or does not end."""
+    ended = []
+
+    def call(target: Callable[[], None]) -> None:
+        with torch.no_grad():
+            target()
+        ended.append(target)
+
+    threads = [threading.Thread(target=call, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(ended) == len(targets)
+
+
+def test_load_that_waits_holds_up_no_other(path: Path) -> None:
+    p, q = param(ROWS, COLUMNS), param(ROWS, COLUMNS)
+
+    def load() -> None:
+        with weightlift.open_checkpoint(path) as second:
+            q.copy_(second["v"])
+            q[:1].zero_()
+            assert not q[0].numpy().any()
+
+    with weightlift.open_checkpoint(path) as first:
+        p.copy_(first["w"])
+        with first._program._lock:  # as while it waits for storage
+            run_threads(load)
+    assert torch.equal(p, W)
+    assert torch.equal(q[1:], V[1:])
+
+
+def test_threads_that_need_each_others_checkpoints_do_not_lock_each_other_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, done = threading.Barrier(2), threading.Barrier(2)
+    read = weightlift.program.Program.read
+
+    def read_together(program: Any, tensor: CheckpointTensor) -> torch.Tensor:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.2)
+        return read(program, tensor)
+
+    monkeypatch.setattr(weightlift.program.Program, "read", read_together)
+    checkpoints = [weightlift.open_checkpoint(path) for _ in range(2)]
+    parameters = [param(ROWS, COLUMNS) for _ in range(2)]
+
+    def load(mine: Checkpoint, other: Checkpoint, p: torch.Tensor) -> None:
+        with mine:
+            p.copy_(mine["w"])
+            p.fill_(other["scalar"])
+            done.wait(10)
+
+    run_threads(
+        lambda: load(checkpoints[0], checkpoints[1], parameters[0]),
+        lambda: load(checkpoints[1], checkpoints[0], parameters[1]),
+    )
+    for p in parameters:
+        assert (p == 2.5).all()
+
+
 def test_threads_may_record_at_once(path: Path) -> None:
     p = param(8, ROWS, COLUMNS)
     errors: list[BaseException] = []
@@ -1258,6 +1482,32 @@ def test_threads_may_record_at_once(path: Path) -> None:
             thread.join()
     assert not errors
     assert torch.equal(p, W.expand(8, -1, -1))
+
+
+# ---- the report
+
+
+def test_file_that_an_aborted_pipeline_read_too_is_reported_once(checkpoint: Checkpoint) -> None:
+    assert torch.equal(checkpoint["w"] + 0, W)
+    checkpoint._program.abort()
+    assert torch.equal(checkpoint["v"] + 0, V)
+    (file,) = checkpoint.report.files
+    assert file.bytes_read == W.nbytes + V.nbytes
+
+
+def test_direct_read_that_ended_buffered_is_reported_as_direct(checkpoint: Checkpoint) -> None:
+    (shard,) = checkpoint.files.shards
+    file: dict[str, object] = {
+        "direct_bytes": 4096,
+        "buffered_bytes": 100,
+        "direct_usable": True,
+        "direct_proven": True,
+        "direct_reason": "",
+        "offset_alignment": 512,
+    }
+    report = _file_report(shard, file, {"direct_reader": "io_uring", "buffered_reader": ""})
+    assert (report.reader, report.strategy, report.bytes_read) == ("io_uring", "direct", 4196)
+    assert "page cache" not in report.reason
 
 
 # ---- landing at the end of fast_load
@@ -1284,6 +1534,10 @@ def keep_attribute(module: Holder, p: torch.Tensor, t: torch.Tensor) -> None:
     p.data.copy_(t)
 
 
+def write_to_memory(module: Holder, p: torch.Tensor, t: torch.Tensor) -> None:
+    ctypes.memmove(p.untyped_storage().data_ptr(), t.numpy().ctypes.data, t.nbytes)
+
+
 LOADERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "param.data = t": lambda module, p, t: set_data(p, t),
     "module.weight = Parameter(t)": replace_parameter,
@@ -1294,6 +1548,7 @@ LOADERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "out": lambda module, p, t: torch.add(t, 0, out=p.data),
     "foreach": lambda module, p, t: torch._foreach_copy_([p.data], [t]),
     "numpy": lambda module, p, t: np.copyto(p.data.numpy(), t.numpy()),
+    "untyped_storage": write_to_memory,
 }
 
 

@@ -7,6 +7,7 @@ it while recording goes on. Whatever someone wants to look at before its turn is
 from __future__ import annotations
 
 import bisect
+import collections
 import os
 import resource
 import threading
@@ -29,18 +30,21 @@ if TYPE_CHECKING:
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
 _SHARD_SEGMENT_BYTES = 16 * MiB
-# Tensors up to this size are values: they are read together with their small neighbours, and kept.
+# Tensors up to this size are values: they are read together with their small neighbours, and the latest are kept.
 _SMALL_BYTES = 64 << 10
 _SMALL_RUN_BYTES = 4 * MiB
+_SMALL_KEPT_BYTES = 64 * MiB
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
 
-# What the core decides when the user does not, measured by benchmarks/load.py and csrc/readers.
+# What the core decides when the user does not. Sequential O_DIRECT reads of 1 GiB into huge-page buffers, on a 2-core
+# VM with a virtio disk: 2 MiB at depth 4: 3.4 GB/s, the best; at 16: 3.15; at 32: 3.1; 4 MiB the same.
 _QUEUE_DEPTH = 16
 _CHUNK_BYTES = 2 * MiB
 _CHUNK_UNIT = 64 << 10  # the core cuts chunks in multiples of it
-# An additional read costs about as much as 32 KiB of a running one; half of that keeps what is read in vain under 2 %
-# of pieces of 1 MiB.
+# An additional read costs about as much as 32 KiB of a running one: on the same disk, pieces of 4 KiB at depth 32 take
+# 12.8 us each, while 3.05 GB/s move 32 KiB in 11 us. Half of that keeps what is read in vain under 2 % of pieces of
+# 1 MiB.
 _MERGE_GAP_BYTES = 16 << 10
 _MAX_THREADS = 8
 _MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
@@ -62,8 +66,11 @@ def _types(src: torch.dtype, dst: torch.dtype) -> tuple[int, int] | None:
 
 _TYPES: dict[tuple[torch.dtype, torch.dtype], tuple[int, int] | None] = {}
 
-# Programs that are watched now; of all threads.
+# Programs that are watched now; of all threads, so that only a copy of it can be iterated over.
 watched: list[Program] = []
+
+# Order of locks: whoever holds the lock of a program may ask for that of another only when it took this one before.
+_overwriting = threading.RLock()
 
 
 class Program:
@@ -99,6 +106,8 @@ class Program:
         self._last_file = -1
         self._hold_until = 0.0
         self._small: dict[int, torch.Tensor] = {}
+        self._small_runs: collections.deque[tuple[Sequence[TensorEntry], int]] = collections.deque()  # with their bytes
+        self._small_bytes = 0
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
         self._used: set[str] = set()
@@ -143,12 +152,10 @@ class Program:
             _check_copy(dst, src)  # raises what torch raises
             if dst.device.type == "meta" or dst.numel() == 0:
                 return dst
-        for program in watched:
+        for program in tuple(watched):
             if program is not self:
                 program.before_read(dst)  # order among programs: what the others have pending there is first
-        with self._lock:
-            self._require_open(src)
-            self._record(dst, src)
+        self._record(dst, src)
         return dst
 
     def _record(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
@@ -159,7 +166,11 @@ class Program:
                 if size:
                     self._record(dst.narrow(src._dim, start, size), piece)
                 start += size
-        elif not self._record_native(dst, src):
+            return
+        with self._lock:
+            self._require_open(src)
+            is_recorded = self._record_native(dst, src)
+        if not is_recorded:
             # What the core can't do yet (other devices, other conversions, odd geometries): torch does it, now.
             self.overwrite(dst, lambda: dst.copy_(src._read()))
             self._used.add(src._source.entry.name)
@@ -185,8 +196,10 @@ class Program:
             )
             shape = tuple(dst.shape)
         storage = storage_of(dst)
-        if storage._cdata not in self._waiting_memory:
-            self._waiting_memory[storage._cdata] = (storage, storage.data_ptr(), storage.nbytes())
+        memory = (storage, storage.data_ptr(), storage.nbytes())
+        if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
+            self._check_destinations()  # raises where copies into the old memory are pending
+            self._waiting_memory[storage._cdata] = memory
         waiting = self._ledger.record(
             len(self._sources),
             source.file,
@@ -222,16 +235,26 @@ class Program:
 
     def before_read(self, tensor: torch.Tensor) -> None:
         """Runs what has to land before the values of a real tensor may be looked at."""
-        if self._ledger.has_pending and addressable(tensor):
+        # The ledger is asked without the lock, under the GIL: nobody waits for a load that has nothing pending here.
+        if self._ledger.has_pending and addressable(tensor) and self._ledger.needed_for(*_region(tensor)):
             with self._lock:
-                ids = self._ledger.needed_for(*_region(tensor))
-                if ids:
-                    self._run_now(ids)
+                self._run_now(self._ledger.needed_for(*_region(tensor)))
 
     def before_look(self, tensor: torch.Tensor) -> None:
         """`before_read`, for this program and every other that is watched."""
-        for program in (self, *watched):
+        for program in dict.fromkeys((self, *watched)):
             program.before_read(tensor)
+
+    def before_resize(self, tensor: torch.Tensor) -> None:
+        """Runs what writes to any part of a real tensor's storage, before its memory may be replaced."""
+        whole = whole_storage(tensor)
+        key = storage_of(tensor)._cdata
+        if key not in self._waiting_memory:
+            self.before_read(whole)
+            return
+        with self._lock:
+            self.before_read(whole)
+            self._waiting_memory.pop(key, None)  # its address may soon be another's
 
     def note_write(self, tensor: torch.Tensor) -> None:
         """Takes all of a real tensor for written, by other means than a copy."""
@@ -243,14 +266,17 @@ class Program:
         """Does a write that replaces every value of a real tensor, and looks at none of them."""
         if not (self.tracks_coverage or self._ledger.has_pending) or not addressable(tensor):
             return write()
-        with self._lock:
-            region = _region(tensor)
-            ids = self._ledger.needed_for(*region, overwrites=True)
-            if ids:
-                self._run_now(ids)
+        region = _region(tensor)
+        if self._ledger.needed_for(*region):
+            with _overwriting, self._lock:  # `write` may come to the locks of other programs
+                ids = self._ledger.needed_for(*region, overwrites=True)
+                if ids:
+                    self._run_now(ids)
+                result = write()
+                self._ledger.drop_inside(*region)
+        else:
             result = write()
-            self._ledger.drop_inside(*region)
-            self.note_write(tensor)
+        self.note_write(tensor)
         return result
 
     def _run_now(self, ids: list[int]) -> None:
@@ -330,7 +356,15 @@ class Program:
         self._read_into(memory, Source(self, entry, self._file_of[id(entry.shard)]), begin, (1,))
         for small in run:
             self._small[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
-        return self._small[id(entry)]
+        flat = self._small[id(entry)]
+        self._small_runs.append((run, memory.nbytes))
+        self._small_bytes += memory.nbytes
+        while self._small_bytes > _SMALL_KEPT_BYTES:
+            oldest, num_bytes = self._small_runs.popleft()
+            self._small_bytes -= num_bytes
+            for small in oldest:
+                self._small.pop(id(small), None)  # runs may overlap
+        return flat
 
     # ---- running
 
@@ -363,9 +397,13 @@ class Program:
         self._waiting_memory = {}
 
     def _submit(self, batch: _C.Batch, *, barrier: bool = False, urgent: bool = False) -> int:
-        if self._pipeline is None:
-            self._pipeline = self._make_pipeline()
-        segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
+        try:
+            if self._pipeline is None:
+                self._pipeline = self._make_pipeline()
+            segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
+        except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
+            self._end(error)
+            raise
         if batch.label >= 0:
             self._labels[segment] = batch.label
         self._note_landed()
@@ -465,6 +503,8 @@ class Program:
             self.abort()
             self.closed = True
             self._small.clear()
+            self._small_runs.clear()
+            self._small_bytes = 0
             self._failed = None  # its traceback holds the frames of the caller, and so the model
 
     def _end_pipeline(self) -> None:
@@ -476,6 +516,8 @@ class Program:
             self._pipeline = None
 
     def _require_open(self, tensor: CheckpointTensor) -> None:
+        if tensor._source.real is not None:
+            return  # it has landed, and needs its file no more
         if self.closed:
             name = tensor._source.entry.name
             raise RuntimeError(f"{name}: its checkpoint has been closed; copy what you need before closing it")
@@ -510,7 +552,7 @@ class Program:
         elif kind == "changed":
             problem = f"the file has changed since its header was read ({detail}); load again"
         else:
-            what = "opening it" if kind == "open" else f"reading at byte {offset}"
+            what = "opening it" if kind == "open" else f"reading at byte {offset}" if shard else "waiting for reads"
             problem = f"{what} failed: {os.strerror(error)}"
         cause = OSError(error, os.strerror(error)) if error else None
         reason = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed"}.get(
@@ -537,6 +579,7 @@ class Program:
 
     def fill_report(self, report: LoadReport) -> None:
         """Adds what the program did."""
+        files: dict[str, FileReport] = {}
         runs = [*self._past, *([self._pipeline.stats()] if self._pipeline is not None else [])]
         report.num_tensors = len(self._used.union(entry.name for entry in self._sources))
         report.num_dropped = self._num_dropped + self._ledger.num_dropped
@@ -550,12 +593,16 @@ class Program:
                 report.direct_bytes += file["direct_bytes"]
                 report.buffered_bytes += file["buffered_bytes"]
                 if file["direct_bytes"] + file["buffered_bytes"]:
-                    report.files.append(_file_report(shard, file, stats))
+                    part = _file_report(shard, file, stats)
+                    if files.setdefault(shard.path, part) is not part:  # a pipeline was aborted, another went on
+                        files[shard.path].bytes_read += part.bytes_read
+        report.files += files.values()
 
 
 def _file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]) -> FileReport:
     direct, buffered = file["direct_bytes"], file["buffered_bytes"]
-    if direct and buffered:
+    # Without a buffered reader, what is called buffered is what direct reads left over, at the ends of files.
+    if direct and buffered and stats["buffered_reader"]:
         strategy, reader = "mixed", f"{stats['direct_reader']} + {stats['buffered_reader']}"
         reason = "partly in the page cache"
     elif direct:
@@ -585,14 +632,26 @@ def _check_copy(dst: torch.Tensor, src: CheckpointTensor) -> None:
     torch.empty(dst.shape, device="meta").copy_(torch.empty(src._shape, device="meta"))
 
 
-def addressable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own that the core can write: not other subclasses, which only look so."""
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own that the core can write: not other subclasses, which only look so."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and tensor.numel() > 0
         and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     )
+
+
+def addressable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements, in a storage that the core can write."""
+    return tensor.numel() > 0 and has_storage(tensor)
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a real tensor's storage, also those that are not the tensor's."""
+    whole = empty((0,), (1,), torch.uint8)
+    with torch._C._DisableTorchDispatch():
+        whole.set_(storage_of(tensor))
+    return whole
 
 
 def _region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -442,6 +442,8 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
     if any(t._dtype != first._dtype or t._device != first._device or not t._shape for t in tensors):
         return NotImplemented
+    if any(t._source.program is not first._source.program for t in tensors):
+        return NotImplemented  # a recorded copy has one program, which knows its own files alone
     func([_stand_in(tensor, device="meta") for tensor in tensors], dim)  # raises what torch raises
     pieces = [tensor for tensor in tensors if tensor._shape != (0,)] or [first]
     return _concatenate(pieces, dim % len(pieces[0]._shape))

@@ -17,8 +17,8 @@ import torch
 import torch.utils.dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .program import Program, addressable, watched
-from .tensor import LOOKS_AT_NOTHING, CheckpointTensor, empty, has_foreign, is_composite, storage_of, untraced
+from .program import Program, has_storage, watched, whole_storage
+from .tensor import LOOKS_AT_NOTHING, CheckpointTensor, has_foreign, is_composite, untraced
 
 aten = torch.ops.aten
 
@@ -35,6 +35,8 @@ _OVERWRITES = {
     aten.random_.to,
     aten.exponential_.default,
 }
+# Ops that may replace the memory of their first argument, and of all that shares it. Those with `out` may, too.
+_RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +62,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # torch took the mode off for this call
                 return func.decompose(*args, **kwargs)
         program = self._program
-        looks, overwrites, writes = _manner_of(func)
+        looks, overwrites, writes, resizes = _manner_of(func)
         if overwrites and type(args[0]) is not CheckpointTensor:
             source = args[1] if len(args) > 1 else None
             if func is aten.copy_.default and type(source) is CheckpointTensor:
@@ -72,9 +74,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if looks and program.has_pending:
             self._before_read(args)
             self._before_read(tuple(kwargs.values()))
+            if resizes:
+                for tensor in _written(func, args, kwargs):
+                    if has_storage(tensor):
+                        program.before_resize(tensor)
         result = func(*args, **kwargs)
         if writes and program.tracks_coverage:
-            self._note_writes(func, args, kwargs)
+            for tensor in _written(func, args, kwargs):
+                program.note_write(tensor)
         return result
 
     def _before_read(self, value: Any) -> None:
@@ -83,14 +90,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self._before_read(item)
-
-    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, torch.Tensor):
-                        self._program.note_write(tensor)
 
 
 @contextlib.contextmanager
@@ -105,10 +104,22 @@ def watching(program: Program) -> Iterator[None]:
 
 
 @functools.cache
-def _manner_of(func: Any) -> tuple[bool, bool, bool]:
-    """(looks at values of its arguments, replaces all of its first argument, writes to arguments)."""
+def _manner_of(func: Any) -> tuple[bool, bool, bool, bool]:
+    """(looks at values of its arguments, replaces all of its first argument, writes to arguments, may resize them)."""
     overwrites = func in _OVERWRITES
-    return not (overwrites or func.is_view or func in LOOKS_AT_NOTHING), overwrites, func._schema.is_mutable
+    looks = not (overwrites or func.is_view or func in LOOKS_AT_NOTHING)
+    resizes = func in _RESIZES or any(argument.is_out for argument in func._schema.arguments)
+    return looks, overwrites, func._schema.is_mutable, resizes
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that the op writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
 
 
 # ---- doors: ways past the dispatcher. While programs exist they are replaced by ones that run what is pending before
@@ -117,13 +128,16 @@ def _manner_of(func: Any) -> tuple[bool, bool, bool]:
 
 _door_lock = threading.RLock()
 _programs_with_doors: set[int] = set()
+_standing: list[tuple[Any, str, Any, Any]] = []  # (place, name, door, what stood there; None: inherited)
 
 
 def keep_doors(owner: object) -> None:
     """Replaces the doors for as long as `owner` exists."""
     with _door_lock:
         if not _programs_with_doors:
-            for place, name, door in _DOORS:
+            for place, name, make_door in _DOORS:
+                door = make_door(getattr(place, name))
+                _standing.append((place, name, door, place.__dict__.get(name)))
                 setattr(place, name, door)
         _programs_with_doors.add(id(owner))
     weakref.finalize(owner, _release_doors, id(owner))
@@ -133,11 +147,14 @@ def _release_doors(owner: int) -> None:
     with _door_lock:
         _programs_with_doors.discard(owner)
         if not _programs_with_doors:
-            for place, name, original in _ORIGINALS:
+            for place, name, door, original in _standing:
+                if place.__dict__.get(name) is not door:
+                    continue  # someone else has put theirs there since
                 if original is None:
                     delattr(place, name)
                 else:
                     setattr(place, name, original)
+            _standing.clear()
 
 
 def _real(value: Any) -> Any:
@@ -152,7 +169,7 @@ def _hands_out(method: Callable[..., Any], *, memory: bool) -> Callable[..., Any
         args = tuple(map(_real, args))
         for tensor in args:
             if isinstance(tensor, torch.Tensor):
-                for program in watched:
+                for program in tuple(watched):
                     program.before_read(tensor)
                     if memory:
                         program.note_write(tensor)
@@ -169,41 +186,44 @@ def _takes_real(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _set_data(tensor: torch.Tensor, value: Any) -> None:
-    if type(tensor) is CheckpointTensor:
-        tensor._keep_geometry(aten.set_.source_Tensor)
-    _data.__set__(tensor, _real(value))
-    for program in watched:
-        program.note_write(tensor)
+def _data_door(data: Any) -> property:
+    def set_data(tensor: torch.Tensor, value: Any) -> None:
+        if type(tensor) is CheckpointTensor:
+            tensor._keep_geometry(aten.set_.source_Tensor)
+        data.__set__(tensor, _real(value))
+        for program in tuple(watched):
+            program.note_write(tensor)
+
+    return property(data.__get__, set_data)
 
 
-def _untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    tensor = _real(tensor)
-    storage = storage_of(tensor)
-    if watched and addressable(tensor):
-        whole = empty((0,), (1,), torch.uint8)
-        with torch._C._DisableTorchDispatch():
-            whole.set_(storage)
-        for program in watched:
-            program.before_read(whole)
-    return storage
+def _storage_door(method: Callable[[torch.Tensor], torch.UntypedStorage]) -> Callable[..., torch.UntypedStorage]:
+    @functools.wraps(method)
+    def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+        tensor = _real(tensor)
+        if has_storage(tensor):
+            for program in tuple(watched):
+                program.before_resize(tensor)
+                program.note_write(whole_storage(tensor))
+        return method(tensor)
+
+    return untyped_storage
 
 
-_data: Any = torch.Tensor.data
-_DOORS: list[tuple[Any, str, Any]] = [
-    (torch.Tensor, "data", property(_data.__get__, _set_data)),
-    (torch.Tensor, "_make_subclass", staticmethod(_takes_real(torch.Tensor._make_subclass))),
-    (torch.nn.Parameter, "__new__", staticmethod(_takes_real(torch.nn.Parameter.__new__))),
-    *((torch.Tensor, name, _hands_out(getattr(torch.Tensor, name), memory=False)) for name in ("__repr__", "tolist")),
-    *(
-        (torch.Tensor, name, _hands_out(getattr(torch.Tensor, name), memory=True))
-        for name in ("numpy", "__dlpack__", "apply_", "map_", "map2_")
-    ),
-    (torch.Tensor, "untyped_storage", _untyped_storage),
-    *(
-        (place, "to_dlpack", _hands_out(torch.utils.dlpack.to_dlpack, memory=True))  # type: ignore[attr-defined]
-        for place in (torch, torch.utils.dlpack)
-    ),
+def _static_door(function: Callable[..., Any]) -> Any:
+    return staticmethod(_takes_real(function))
+
+
+_values_door = functools.partial(_hands_out, memory=False)
+_memory_door = functools.partial(_hands_out, memory=True)
+
+# Where, and what makes a door of what stands there.
+_DOORS: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    (torch.Tensor, "data", _data_door),
+    (torch.Tensor, "_make_subclass", _static_door),
+    (torch.nn.Parameter, "__new__", _static_door),
+    *((torch.Tensor, name, _values_door) for name in ("__repr__", "tolist")),
+    *((torch.Tensor, name, _memory_door) for name in ("numpy", "__dlpack__", "apply_", "map_", "map2_")),
+    (torch.Tensor, "untyped_storage", _storage_door),
+    *((place, "to_dlpack", _memory_door) for place in (torch, torch.utils.dlpack)),
 ]
-# What stood there; None: inherited.
-_ORIGINALS: list[tuple[Any, str, Any]] = [(place, name, place.__dict__.get(name)) for place, name, _ in _DOORS]
