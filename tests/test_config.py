@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightlift import program
+from weightlift import storage
 from weightlift.config import OPTIONS, LoadConfig, ResolvedConfig, environment_variable
 from weightlift.report import format_bytes
 
@@ -143,11 +143,11 @@ def test_a_config_does_not_change() -> None:
 
 
 def test_automatic_values_are_those_that_programs_use() -> None:
-    assert OPTIONS["queue_depth"].automatic == str(program._QUEUE_DEPTH)
-    assert OPTIONS["chunk_bytes"].automatic.startswith(format_bytes(program._CHUNK_BYTES).replace(".00", ""))
-    assert format_bytes(program._CHUNK_UNIT).replace(".00", "") in OPTIONS["chunk_bytes"].effect
-    assert OPTIONS["merge_gap_bytes"].automatic == format_bytes(program._MERGE_GAP_BYTES).replace(".00", "")
-    assert OPTIONS["num_threads"].automatic.endswith(f"at most {program._MAX_THREADS}")
+    assert OPTIONS["queue_depth"].automatic == str(storage.QUEUE_DEPTH)
+    assert OPTIONS["chunk_bytes"].automatic.startswith(format_bytes(storage.CHUNK_BYTES).replace(".00", ""))
+    assert format_bytes(storage.CHUNK_UNIT).replace(".00", "") in OPTIONS["chunk_bytes"].effect
+    assert OPTIONS["merge_gap_bytes"].automatic == format_bytes(storage.MERGE_GAP_BYTES).replace(".00", "")
+    assert OPTIONS["num_threads"].automatic.endswith(f"at most {storage.MAX_THREADS}")
 
 
 def test_every_field_is_described_and_resolved() -> None:

@@ -76,7 +76,7 @@ def write_file(path: Path, tensors: list[tuple[str, str, list[int]]], *, padding
 @pytest.fixture
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a load that gets as far as reading fail."""
-    monkeypatch.setattr("weightlift.program._C.Pipeline", lambda **_: pytest.fail("the pipeline was started"))
+    monkeypatch.setattr("weightlift.storage._C.Pipeline", lambda **_: pytest.fail("the pipeline was started"))
 
 
 # ---- load_file

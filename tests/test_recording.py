@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weightlift
 from weightlift import Checkpoint
-from weightlift.program import _file_report
+from weightlift.storage import file_report
 from weightlift.tensor import CheckpointTensor
 from weightlift.watch import watched
 
@@ -717,11 +717,11 @@ def test_many_scalars_cost_one_read(checkpoint: Checkpoint) -> None:
 
 
 def test_small_values_are_kept_up_to_a_bound(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weightlift.program, "_SMALL_RUN_BYTES", 16)
-    monkeypatch.setattr(weightlift.program, "_SMALL_KEPT_BYTES", 64)
+    monkeypatch.setattr(weightlift.values, "_RUN_BYTES", 16)
+    monkeypatch.setattr(weightlift.values, "_KEPT_BYTES", 64)
     for _ in range(2):
         assert [checkpoint[f"scale.{i}"].item() for i in range(50)] == list(range(50))
-        assert sum(value.nbytes for value in checkpoint._program._small.values()) <= 64
+        assert sum(value.nbytes for value in checkpoint._program._small._values.values()) <= 64
     once = checkpoint.report.bytes_read
     assert checkpoint["scale.49"].item() == 49
     assert checkpoint.report.bytes_read == once
@@ -1283,7 +1283,7 @@ def test_use_after_close_is_one_clear_error(checkpoint: Checkpoint, use: Callabl
 def test_pipeline_that_cannot_be_made_fails_the_load_for_good(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory() -> None:
+    def no_memory(*_: object) -> None:
         raise MemoryError("no memory for staging")
 
     p = param(ROWS, COLUMNS)
@@ -1292,7 +1292,7 @@ def test_pipeline_that_cannot_be_made_fails_the_load_for_good(
         with checkpoint:
             p.copy_(checkpoint["w"])
             with monkeypatch.context() as patch:
-                patch.setattr(checkpoint._program, "_make_pipeline", no_memory)
+                patch.setattr(weightlift.program, "make_pipeline", no_memory)
                 with pytest.raises(MemoryError):
                     p.sum()
 
@@ -1505,7 +1505,7 @@ def test_direct_read_that_ended_buffered_is_reported_as_direct(checkpoint: Check
         "direct_reason": "",
         "offset_alignment": 512,
     }
-    report = _file_report(shard, file, {"direct_reader": "io_uring", "buffered_reader": ""})
+    report = file_report(shard, file, {"direct_reader": "io_uring", "buffered_reader": ""})
     assert (report.reader, report.strategy, report.bytes_read) == ("io_uring", "direct", 4196)
     assert "page cache" not in report.reason
 

@@ -18,8 +18,9 @@ from .checkpoint import CheckpointFiles, locate
 from .config import LoadConfig
 from .errors import CheckpointMismatchError, listed
 from .memory import allocate_like
-from .program import Program, is_dense
+from .program import Program
 from .progress import ProgressBar
+from .regions import is_dense
 from .report import LoadReport
 from .tensor import CheckpointTensor
 from .watch import keep_doors, watching

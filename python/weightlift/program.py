@@ -7,9 +7,6 @@ it while recording goes on. Whatever someone wants to look at before its turn is
 from __future__ import annotations
 
 import bisect
-import collections
-import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,34 +17,20 @@ import torch
 from . import _C
 from ._logging import logger
 from .config import MiB, ResolvedConfig
-from .errors import CheckpointError, CheckpointReadError, listed
+from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
+from .storage import failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
+from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointFiles, Shard, TensorEntry
+    from .checkpoint import CheckpointFiles, TensorEntry
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
 _SHARD_SEGMENT_BYTES = 16 * MiB
-# Tensors up to this size are values: they are read together with their small neighbours, and the latest are kept.
-_SMALL_BYTES = 64 << 10
-_SMALL_RUN_BYTES = 4 * MiB
-_SMALL_KEPT_BYTES = 64 * MiB
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
-
-# What the core decides when the user does not. Sequential O_DIRECT reads of 1 GiB into huge-page buffers, on a 2-core
-# VM with a virtio disk: 2 MiB at depth 4: 3.4 GB/s, the best; at 16: 3.15; at 32: 3.1; 4 MiB the same.
-_QUEUE_DEPTH = 16
-_CHUNK_BYTES = 2 * MiB
-_CHUNK_UNIT = 64 << 10  # the core cuts chunks in multiples of it
-# An additional read costs about as much as 32 KiB of a running one: on the same disk, pieces of 4 KiB at depth 32 take
-# 12.8 us each, while 3.05 GB/s move 32 KiB in 11 us. Half of that keeps what is read in vain under 2 % of pieces of
-# 1 MiB.
-_MERGE_GAP_BYTES = 16 << 10
-_MAX_THREADS = 8
-_MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 
 # How the core knows element types: by size, or by name where numbers may be converted (csrc/transform/element.h).
 _TYPE_BY_SIZE = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
@@ -100,14 +83,12 @@ class Program:
         # Tensors that are being read into on the spot. One stays here when Ctrl-C ends the wait for it.
         self._reading: dict[int, torch.Tensor] = {}
         self._labels: dict[int, int] = {}  # segment -> its batch in the ledger
-        self._max_open_files = _max_open_files()
+        self._max_open_files = max_open_files()
         self._waiting_files: set[int] = set()  # of what has not been started
         self._open_files: dict[int, int] = {}  # segment -> how many files are open for it
         self._last_file = -1
         self._hold_until = 0.0
-        self._small: dict[int, torch.Tensor] = {}
-        self._small_runs: collections.deque[tuple[Sequence[TensorEntry], int]] = collections.deque()  # with their bytes
-        self._small_bytes = 0
+        self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
         self._used: set[str] = set()
@@ -138,7 +119,7 @@ class Program:
         spans = []
         for name, tensor in names:
             if tensor.numel() and tensor.device.type == "cpu":
-                begin, end = _span(tensor)
+                begin, end = span_of(tensor)
                 spans.append((begin, end, name))
         self._names = sorted(spans)
 
@@ -236,9 +217,9 @@ class Program:
     def before_read(self, tensor: torch.Tensor) -> None:
         """Runs what has to land before the values of a real tensor may be looked at."""
         # The ledger is asked without the lock, under the GIL: nobody waits for a load that has nothing pending here.
-        if self._ledger.has_pending and addressable(tensor) and self._ledger.needed_for(*_region(tensor)):
+        if self._ledger.has_pending and addressable(tensor) and self._ledger.needed_for(*region_of(tensor)):
             with self._lock:
-                self._run_now(self._ledger.needed_for(*_region(tensor)))
+                self._run_now(self._ledger.needed_for(*region_of(tensor)))
 
     def before_look(self, tensor: torch.Tensor) -> None:
         """`before_read`, for this program and every other that is watched."""
@@ -260,13 +241,13 @@ class Program:
         """Takes all of a real tensor for written, by other means than a copy."""
         if self.tracks_coverage and addressable(tensor):
             with self._lock:
-                self._ledger.add_write(*_region(tensor))
+                self._ledger.add_write(*region_of(tensor))
 
     def overwrite(self, tensor: torch.Tensor, write: Callable[[], Any]) -> Any:
         """Does a write that replaces every value of a real tensor, and looks at none of them."""
         if not (self.tracks_coverage or self._ledger.has_pending) or not addressable(tensor):
             return write()
-        region = _region(tensor)
+        region = region_of(tensor)
         if self._ledger.needed_for(*region):
             with _overwriting, self._lock:  # `write` may come to the locks of other programs
                 ids = self._ledger.needed_for(*region, overwrites=True)
@@ -300,15 +281,15 @@ class Program:
             if self.recording:
                 self._forced.add(entry.name)
             self._used.add(entry.name)
-            if 0 in shape or (entry.nbytes > _SMALL_BYTES and _is_nested(shape, strides)):
+            if 0 in shape or (entry.nbytes > SMALL_BYTES and is_nested(shape, strides)):
                 values = empty(shape, contiguous_strides(shape), tensor._file_dtype)
                 self._read_into(values, source, tensor._file_offset, strides)
             else:
-                if entry.nbytes <= _SMALL_BYTES:
-                    flat = self._small_values(entry)
+                if entry.nbytes <= SMALL_BYTES:
+                    flat = self._small.bytes_of(entry, self._read_bytes)
                 else:  # overlapping windows: of the whole
                     flat = empty((entry.nbytes,), (1,), torch.uint8)
-                    self._read_into(flat, source, entry.offset, (1,))
+                    self._read_bytes(flat, entry, entry.offset)
                 values = _copy_of_bytes(flat, tensor, tensor._file_offset - entry.offset)
             return values.to(tensor._dtype)
 
@@ -334,37 +315,8 @@ class Program:
         self._wait(self._submit(batch, urgent=True))
         del self._reading[id(values)]
 
-    def _small_values(self, entry: TensorEntry) -> torch.Tensor:
-        """The bytes of a small tensor, out of one read of the run of small tensors around it."""
-        flat = self._small.get(id(entry))
-        if flat is not None:
-            return flat
-        tensors = entry.shard.tensors
-        position = bisect.bisect_left(tensors, (entry.offset, entry.nbytes), key=lambda e: (e.offset, e.nbytes))
-        while tensors[position] is not entry:
-            position += 1
-        first = last = position
-        while first > 0 and _extends(tensors[first - 1], entry.offset + entry.nbytes - tensors[first - 1].offset):
-            first -= 1
-        begin = tensors[first].offset
-        while last + 1 < len(tensors) and _extends(
-            tensors[last + 1], tensors[last + 1].offset + tensors[last + 1].nbytes - begin
-        ):
-            last += 1
-        run = tensors[first : last + 1]
-        memory = empty((run[-1].offset + run[-1].nbytes - begin,), (1,), torch.uint8)
-        self._read_into(memory, Source(self, entry, self._file_of[id(entry.shard)]), begin, (1,))
-        for small in run:
-            self._small[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
-        flat = self._small[id(entry)]
-        self._small_runs.append((run, memory.nbytes))
-        self._small_bytes += memory.nbytes
-        while self._small_bytes > _SMALL_KEPT_BYTES:
-            oldest, num_bytes = self._small_runs.popleft()
-            self._small_bytes -= num_bytes
-            for small in oldest:
-                self._small.pop(id(small), None)  # runs may overlap
-        return flat
+    def _read_bytes(self, memory: torch.Tensor, entry: TensorEntry, offset: int) -> None:
+        self._read_into(memory, Source(self, entry, self._file_of[id(entry.shard)]), offset, (1,))
 
     # ---- running
 
@@ -399,7 +351,7 @@ class Program:
     def _submit(self, batch: _C.Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         try:
             if self._pipeline is None:
-                self._pipeline = self._make_pipeline()
+                self._pipeline = make_pipeline(self.config, self.files.shards)
             segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
@@ -438,24 +390,6 @@ class Program:
             label = self._labels.pop(segment, -1)
             if label >= 0:
                 self._ledger.landed(label)
-
-    def _make_pipeline(self) -> _C.Pipeline:
-        config = self.config
-        num_threads = config.num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        chunk_bytes = min(config.chunk_bytes or _CHUNK_BYTES, config.staging_bytes)
-        pipeline = _C.Pipeline(
-            strategy=config.strategy,
-            backend=config.backend,
-            queue_depth=config.queue_depth or _QUEUE_DEPTH,
-            num_threads=num_threads,
-            chunk_bytes=chunk_bytes // _CHUNK_UNIT * _CHUNK_UNIT,
-            staging_bytes=config.staging_bytes,
-            merge_gap_bytes=_MERGE_GAP_BYTES if config.merge_gap_bytes is None else config.merge_gap_bytes,
-            advise_hugepages=config.advise_hugepages,
-        )
-        for shard in self.files.shards:
-            pipeline.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
-        return pipeline
 
     def _check_destinations(self) -> None:
         for storage, address, num_bytes in self._waiting_memory.values():
@@ -503,8 +437,6 @@ class Program:
             self.abort()
             self.closed = True
             self._small.clear()
-            self._small_runs.clear()
-            self._small_bytes = 0
             self._failed = None  # its traceback holds the frames of the caller, and so the model
 
     def _end_pipeline(self) -> None:
@@ -529,38 +461,8 @@ class Program:
         assert self._pipeline is not None
         fault = self._pipeline.fault()
         assert fault is not None
-        kind, error, file, offset, transfer, detail = fault
         incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
-        shard: Shard | None = self.files.shards[file] if file >= 0 else None
-        entry = self._sources[transfer] if transfer >= 0 else None
-        path = shard.path if shard else None
-        name = entry.name if entry else None
-        rest = f"; not loaded: {listed(incomplete)}" if incomplete else ""
-        if kind == "unavailable":
-            if path is not None:
-                detail = f'strategy="direct" is not to be had here: {detail}; use strategy="auto" or "buffered"'
-            elif self.config.backend == "io_uring":
-                detail = f'backend="io_uring" is not to be had here: {detail}; use backend="auto" or "pread"'
-            return CheckpointError(f"{detail}{rest}", reason="Unavailable", path=path)
-        if kind == "cancelled":
-            return RuntimeError(f"the load was cancelled{rest}")
-        if kind == "end_of_file":
-            assert shard is not None
-            problem = (
-                f"the file ended at byte {offset}, its header promises {shard.size}; it was truncated during the load"
-            )
-        elif kind == "changed":
-            problem = f"the file has changed since its header was read ({detail}); load again"
-        else:
-            what = "opening it" if kind == "open" else f"reading at byte {offset}" if shard else "waiting for reads"
-            problem = f"{what} failed: {os.strerror(error)}"
-        cause = OSError(error, os.strerror(error)) if error else None
-        reason = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed"}.get(
-            kind, "ReadFailed"
-        )
-        failure = CheckpointReadError(f"{problem}{rest}", reason=reason, path=path, tensor=name, cause=cause)
-        failure.incomplete = incomplete
-        return failure
+        return failure(fault, self.files.shards, self._sources, self.config, incomplete)
 
     # ---- what was done
 
@@ -573,7 +475,7 @@ class Program:
 
     def coverage(self, tensor: torch.Tensor) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Byte ranges, from the first byte of a dense tensor, that nothing writes; and that transfers write twice."""
-        begin, end = _span(tensor)
+        begin, end = span_of(tensor)
         gaps, doubles = self._ledger.coverage(begin, end - begin)
         return [(a - begin, b - begin) for a, b in gaps], [(a - begin, b - begin) for a, b in doubles]
 
@@ -593,81 +495,15 @@ class Program:
                 report.direct_bytes += file["direct_bytes"]
                 report.buffered_bytes += file["buffered_bytes"]
                 if file["direct_bytes"] + file["buffered_bytes"]:
-                    part = _file_report(shard, file, stats)
+                    part = file_report(shard, file, stats)
                     if files.setdefault(shard.path, part) is not part:  # a pipeline was aborted, another went on
                         files[shard.path].bytes_read += part.bytes_read
         report.files += files.values()
 
 
-def _file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]) -> FileReport:
-    direct, buffered = file["direct_bytes"], file["buffered_bytes"]
-    # Without a buffered reader, what is called buffered is what direct reads left over, at the ends of files.
-    if direct and buffered and stats["buffered_reader"]:
-        strategy, reader = "mixed", f"{stats['direct_reader']} + {stats['buffered_reader']}"
-        reason = "partly in the page cache"
-    elif direct:
-        strategy = "direct" if file["direct_proven"] else "direct (unproven)"
-        reader = str(stats["direct_reader"])
-        reason = str(file["direct_reason"]) or f"O_DIRECT works here, aligned to {file['offset_alignment']} bytes"
-    else:
-        strategy, reader = "buffered", str(stats["buffered_reader"])
-        reason = "in the page cache" if file["direct_usable"] else str(file["direct_reason"]) or "as configured"
-    return FileReport(
-        path=shard.path,
-        bytes_read=int(direct) + int(buffered),  # type: ignore[call-overload]
-        reader=reader,
-        strategy=strategy,
-        reason=reason,
-    )
-
-
-def _max_open_files() -> int:
-    """How many files of the checkpoint may be open at a time: of the descriptors that the process may have, half."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, limit // 4))
-
-
 def _check_copy(dst: torch.Tensor, src: CheckpointTensor) -> None:
     """Raises what torch raises where a copy's shapes do not fit."""
     torch.empty(dst.shape, device="meta").copy_(torch.empty(src._shape, device="meta"))
-
-
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of its own that the core can write: not other subclasses, which only look so."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    )
-
-
-def addressable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements, in a storage that the core can write."""
-    return tensor.numel() > 0 and has_storage(tensor)
-
-
-def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a real tensor's storage, also those that are not the tensor's."""
-    whole = empty((0,), (1,), torch.uint8)
-    with torch._C._DisableTorchDispatch():
-        whole.set_(storage_of(tensor))
-    return whole
-
-
-def _region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tensor.stride()
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last one. Not for empty tensors."""
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the memory from the first to the last, in whatever order. Not for empty tensors."""
-    begin, end = _span(tensor)
-    return end - begin == tensor.nbytes
 
 
 def _copy_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) -> torch.Tensor:
@@ -677,18 +513,3 @@ def _copy_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) ->
     strides = (*(stride * item for stride in tensor._file_strides), 1)
     values = flat.as_strided(shape, strides, flat.storage_offset() + offset)
     return values.clone(memory_format=torch.contiguous_format).view(tensor._file_dtype).view(tensor._shape)
-
-
-def _is_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements can be walked in the order of the file; the core's source_is_nested()."""
-    extent = 1
-    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: dim[1]):
-        if size > 1 and stride:
-            if stride < extent:
-                return False
-            extent = stride * (size - 1) + extent
-    return True
-
-
-def _extends(entry: TensorEntry, run_bytes: int) -> bool:
-    return entry.nbytes <= _SMALL_BYTES and run_bytes <= _SMALL_RUN_BYTES

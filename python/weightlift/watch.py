@@ -17,7 +17,8 @@ import torch
 import torch.utils.dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .program import Program, has_storage, watched, whole_storage
+from .program import Program, watched
+from .regions import has_storage, whole_storage
 from .tensor import LOOKS_AT_NOTHING, CheckpointTensor, has_foreign, is_composite, untraced
 
 aten = torch.ops.aten

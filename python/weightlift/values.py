@@ -1,0 +1,83 @@
+"""Small tensors are values: scales, shapes, norms. The first that is looked at brings its small neighbours along."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import MiB
+from .tensor import empty
+
+if TYPE_CHECKING:
+    from .checkpoint import TensorEntry
+
+# Up to this size a tensor is a value.
+SMALL_BYTES = 64 << 10
+# Neighbours are read together up to this size, and the latest runs are kept.
+_RUN_BYTES = 4 * MiB
+_KEPT_BYTES = 64 * MiB
+
+
+class SmallValues:
+    """The bytes of small tensors, read in runs: writers of checkpoints place small tensors together."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, torch.Tensor] = {}
+        self._runs: collections.deque[tuple[Sequence[TensorEntry], int]] = collections.deque()  # with their bytes
+        self._num_bytes = 0
+
+    def bytes_of(self, entry: TensorEntry, read: Callable[[torch.Tensor, TensorEntry, int], None]) -> torch.Tensor:
+        """The bytes of an entry of at most SMALL_BYTES. To be read only: they are kept for others.
+
+        Args:
+            read: fills memory with the bytes of an entry's file from an offset on, now.
+        """
+        flat = self._values.get(id(entry))
+        if flat is not None:
+            return flat
+        run = _run_around(entry)
+        begin = run[0].offset
+        memory = empty((run[-1].offset + run[-1].nbytes - begin,), (1,), torch.uint8)
+        read(memory, entry, begin)
+        for small in run:
+            self._values[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
+        flat = self._values[id(entry)]
+        self._runs.append((run, memory.nbytes))
+        self._num_bytes += memory.nbytes
+        while self._num_bytes > _KEPT_BYTES:
+            oldest, num_bytes = self._runs.popleft()
+            self._num_bytes -= num_bytes
+            for small in oldest:
+                self._values.pop(id(small), None)  # runs may overlap
+        return flat
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._runs.clear()
+        self._num_bytes = 0
+
+
+def _run_around(entry: TensorEntry) -> Sequence[TensorEntry]:
+    """The entry and the small tensors before and behind it in its file, up to a bound."""
+    tensors = entry.shard.tensors
+    position = bisect.bisect_left(tensors, (entry.offset, entry.nbytes), key=lambda e: (e.offset, e.nbytes))
+    while tensors[position] is not entry:
+        position += 1
+    first = last = position
+    end = entry.offset + entry.nbytes
+    while first > 0 and _extends(tensors[first - 1], end - tensors[first - 1].offset):
+        first -= 1
+    begin = tensors[first].offset
+    while last + 1 < len(tensors) and _extends(
+        tensors[last + 1], tensors[last + 1].offset + tensors[last + 1].nbytes - begin
+    ):
+        last += 1
+    return tensors[first : last + 1]
+
+
+def _extends(entry: TensorEntry, run_bytes: int) -> bool:
+    return entry.nbytes <= SMALL_BYTES and run_bytes <= _RUN_BYTES
