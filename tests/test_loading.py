@@ -1006,3 +1006,14 @@ def test_loads_in_several_threads_at_once(tmp_path: Path) -> None:
         thread.join()
     for i in range(2):
         assert_same(results[i], expected[i])
+
+
+def test_wrong_kinds_of_arguments_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(2)}, path)
+    with pytest.raises(TypeError, match="config: expected a LoadConfig, found dict"):
+        weightlift.load_file(path, config={"queue_depth": 4})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected the path of a checkpoint, or a list of files, found NoneType"):
+        weightlift.load_file(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a module or a mapping from names to tensors, found PosixPath"):
+        weightlift.fast_load(path, {"w": torch.zeros(2)})  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -1274,7 +1275,7 @@ def test_use_after_close_is_one_clear_error(checkpoint: Checkpoint, use: Callabl
     t = checkpoint["w"]
     checkpoint.close()
     checkpoint.close()
-    with pytest.raises(RuntimeError, match="w: its checkpoint has been closed; copy what you need before closing it"):
+    with pytest.raises(RuntimeError, match="w: its checkpoint has been closed, and its bytes are still on disk"):
         use(t)
     assert t.shape == W.shape
     assert "w" in repr(t)
@@ -1573,3 +1574,11 @@ def test_gaps_are_told_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(weightlift.CheckpointMismatchError, match=r"weight\[16:64\]"):
         weightlift.fast_load(module, tmp_path)
     assert (module.weight == -1).all()
+
+
+def test_copy_that_does_not_fit_notes_the_tensor(checkpoint: Checkpoint) -> None:
+    with pytest.raises(RuntimeError, match="must match the size of tensor b") as caught, checkpoint:
+        torch.empty(3, 7).copy_(checkpoint["w"])
+    notes: list[str] = getattr(caught.value, "__notes__", [])
+    if sys.version_info >= (3, 11):
+        assert notes[0].startswith("while copying w of ")

@@ -181,6 +181,8 @@ def locate(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
             lack; two files hold the same tensor.
     """
     if not isinstance(source, (str, bytes, os.PathLike)):
+        if not isinstance(source, Iterable):
+            raise TypeError(f"expected the path of a checkpoint, or a list of files, found {type(source).__name__}")
         paths = [os.fsdecode(path) for path in source]
         if not paths:
             raise CheckpointNotFoundError("the list of files is empty; name at least one", reason="NoWeights")

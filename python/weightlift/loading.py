@@ -155,6 +155,8 @@ def open_checkpoint(path: CheckpointPath, *, config: LoadConfig | None = None, w
         >>> with weightlift.open_checkpoint(folder) as checkpoint:
         ...     head.copy_(checkpoint["lm_head.weight"][:16])
     """
+    if config is not None and not isinstance(config, LoadConfig):
+        raise TypeError(f"config: expected a LoadConfig, found {type(config).__name__}")
     resolved = (config or LoadConfig()).resolve()
     if problem := bad_setting():
         warnings.warn(problem, stacklevel=2)
@@ -242,9 +244,9 @@ def fast_load(
         []
     """
     started = time.perf_counter()
+    targets = _targets(model)
     checkpoint = open_checkpoint(path, config=config)
     try:
-        targets = _targets(model)
         report = _reconcile(model, targets, checkpoint, path, strict=strict)
         _load(model, targets, checkpoint, report, strict=strict, progress=progress)
     finally:
@@ -319,7 +321,8 @@ def _reconcile(
         remedy = (
             f"{len(on_meta)} parameters are on the meta device and have no memory, {on_meta[0]} is one: "
             'allocate them with model.to_empty(device="cpu") first, or use '
-            "model.load_state_dict(weightlift.load_file(path), assign=True)."
+            "model.load_state_dict(weightlift.load_file(path), assign=True). Either way, buffers that are not "
+            "persistent (rotary frequencies) are in no checkpoint: the model has to make them again."
         )
     if mismatched or on_meta or (strict and (missing or unexpected)):
         raise CheckpointMismatchError(

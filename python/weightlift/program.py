@@ -130,7 +130,7 @@ class Program:
             RuntimeError: shapes do not fit, in torch's words; the program is closed.
         """
         if dst.shape != src._shape or dst.device.type == "meta" or dst.numel() == 0:
-            _check_copy(dst, src)  # raises what torch raises
+            _check_copy(dst, src)
             if dst.device.type == "meta" or dst.numel() == 0:
                 return dst
         for program in tuple(watched):
@@ -452,7 +452,10 @@ class Program:
             return  # it has landed, and needs its file no more
         if self.closed:
             name = tensor._source.entry.name
-            raise RuntimeError(f"{name}: its checkpoint has been closed; copy what you need before closing it")
+            raise RuntimeError(
+                f"{name}: its checkpoint has been closed, and its bytes are still on disk; before closing it copy_() "
+                "what you need into tensors of your own (clone(), to() and cat() stay on disk too), or use load_file()"
+            )
         if self._failed is not None:
             raise self._failed
 
@@ -502,8 +505,13 @@ class Program:
 
 
 def _check_copy(dst: torch.Tensor, src: CheckpointTensor) -> None:
-    """Raises what torch raises where a copy's shapes do not fit."""
-    torch.empty(dst.shape, device="meta").copy_(torch.empty(src._shape, device="meta"))
+    """Raises what torch raises where a copy's shapes do not fit; a note says which tensor it is."""
+    try:
+        torch.empty(dst.shape, device="meta").copy_(torch.empty(src._shape, device="meta"))
+    except RuntimeError as error:
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"while copying {src._source.entry.name} of {src._source.entry.shard.path}")
+        raise
 
 
 def _copy_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) -> torch.Tensor:

@@ -45,7 +45,8 @@ class LoadReport:
         num_transfers: copies that were recorded and carried out, and reads of values on the spot.
         num_dropped: recorded copies that were never carried out, because later ones overwrote all they would write.
         num_forced: tensors read before their turn, because something looked at their values while recording.
-        bytes_needed: bytes of the files that the transfers asked for.
+        bytes_needed: bytes of the files that the transfers asked for; small neighbours of a value included, which are
+            read along with it.
         bytes_read: bytes read to get them: gaps and alignment included.
         direct_bytes, buffered_bytes: of bytes_read, how many passed by, and through, the page cache.
         in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
@@ -53,8 +54,9 @@ class LoadReport:
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
         files: one entry for each file that was read; where reading was aborted and went on, in the words of its start.
         fallbacks: each thing that was wanted and could not be had, with cause and remedy.
-        gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]".
-        double_writes: regions of parameters that more than one transfer filled.
+        gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]". Of `fast_load` alone, which
+            knows the parameters; and so are double_writes.
+        double_writes: regions of parameters with a weight loader that more than one transfer filled.
     """
 
     missing_keys: list[str] = dataclasses.field(default_factory=list)
