@@ -15,6 +15,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 
+CHECKPOINTS = Path(os.environ.get("WEIGHTLIFT_TEST_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")
+NO_CHECKPOINTS = f"no checkpoints at {CHECKPOINTS}; WEIGHTLIFT_TEST_CHECKPOINTS can name another folder"
+
 WriteCheckpoint = Callable[..., Path]
 
 
@@ -61,10 +64,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def shared_checkpoints() -> Path:
     """Small real checkpoints, one a subfolder: $WEIGHTLIFT_TEST_CHECKPOINTS, or a folder beside the repository."""
-    folder = Path(os.environ.get("WEIGHTLIFT_TEST_CHECKPOINTS") or ROOT.parent / "shared" / "checkpoints")
-    if not folder.is_dir():
-        pytest.skip(f"no checkpoints at {folder}; WEIGHTLIFT_TEST_CHECKPOINTS can name another folder")
-    return folder
+    if not CHECKPOINTS.is_dir():
+        pytest.skip(NO_CHECKPOINTS)
+    return CHECKPOINTS
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import hostile
 import pytest
 import safetensors
 import torch
+from conftest import CHECKPOINTS, NO_CHECKPOINTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -27,8 +28,7 @@ from weightlift.errors import (
     CheckpointReadError,
 )
 
-CHECKPOINTS = Path(__file__).parents[2] / "shared" / "checkpoints"
-needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no ../shared/checkpoints")
+needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=NO_CHECKPOINTS)
 not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 
 

@@ -160,8 +160,8 @@ Stats stats_of(const Pipeline& pipeline) {
   return py::dict(py::arg("bytes_needed") = stats.bytes_needed, py::arg("bytes_read") = stats.bytes_read,
                   py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("num_reads") = stats.num_reads,
                   py::arg("num_transfers") = stats.num_transfers, py::arg("buffered_reader") = stats.readers[0],
-                  py::arg("direct_reader") = stats.readers[1], py::arg("direct_registered") = stats.registered[1],
-                  py::arg("fallbacks") = stats.fallbacks, py::arg("files") = files);
+                  py::arg("direct_reader") = stats.readers[1], py::arg("fallbacks") = stats.fallbacks,
+                  py::arg("files") = files);
 }
 
 int64_t resident_bytes(const std::string& path, int64_t offset, int64_t length) {

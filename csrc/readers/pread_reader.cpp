@@ -18,7 +18,7 @@ namespace {
 
 // Requests that wait for a thread, so that it has the next one at once when it is done: whoever submits may not get a
 // processor for a while, when the threads keep them all busy. 2 GiB out of the page cache into fresh small pages, two
-// threads on two cores: 0.75 s without, 0.62 s with 4 (`python -m benchmarks.load --only warm`).
+// threads on two cores: 0.75 s before this was so, 0.62 s since (`python -m benchmarks.load --only warm`, small pages).
 constexpr int kRequestsPerThread = 4;
 
 class PreadReader final : public Reader {

@@ -230,9 +230,6 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
   file.buffered_bytes += done->stats.buffered_bytes;
   stats.bytes_read += done->stats.direct_bytes + done->stats.buffered_bytes;
   stats.num_reads += chunk.num_reads;
-  if (done->work.buffer >= 0 && static_cast<size_t>(done->work.buffer) < buffer_index_.size()) {
-    stats.registered[direct_] |= buffer_index_[static_cast<size_t>(done->work.buffer)] >= 0;
-  }
   if (chunk.num_pieces > 0 && !pipeline_.fault_) {
     pipeline_.ready_.push_back(done->work);
     pipeline_.worker_changed_.notify_one();

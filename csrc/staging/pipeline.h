@@ -60,7 +60,6 @@ struct PipelineStats {
   int64_t num_reads = 0;
   int64_t num_transfers = 0;
   std::array<std::string, 2> readers;  // names of the buffered and the direct lane's reader; empty: not used
-  std::array<bool, 2> registered{};    // whether their staging buffers were registered
   std::vector<std::string> fallbacks;  // what was not to be had, and why
   std::vector<FileStats> files;
 };
