@@ -18,7 +18,8 @@ import weightlift
 from benchmarks import data, reference
 from benchmarks.cold import cold_method, drop_page_cache, warm_page_cache
 from benchmarks.measure import PeakMemory, Row, in_child, interleaved, machine, stopwatch, table, write_csv
-from weightlift.checkpoint import TensorEntry, locate
+from weightlift.checkpoint import locate
+from weightlift.entries import TensorEntry
 
 WORLD_SIZE, RANK = 8, 3
 MIB = 1 << 20

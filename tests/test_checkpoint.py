@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from weightlift import checkpoint
-from weightlift.checkpoint import locate, read_shard
+from weightlift import files, safetensors_file
+from weightlift.checkpoint import locate
 from weightlift.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointReadError,
 )
+from weightlift.safetensors_file import read_shard
 
 needs_checkpoints = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=NO_CHECKPOINTS)
 not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
@@ -134,7 +135,7 @@ def test_truncated_header_is_not_taken_for_json(tmp_path):
 
 
 def test_dtype_newer_than_torch_names_the_torch_it_needs(tmp_path, monkeypatch):
-    monkeypatch.delitem(checkpoint._DTYPES, "F4")
+    monkeypatch.delitem(safetensors_file._DTYPES, "F4")
     path = hostile.write(tmp_path / "m.safetensors", {"w": hostile.tensor("F4", [2], [0, 1])}, b"x")
     error = refusal(path)
     assert error.reason == "UnsupportedDtype"
@@ -149,7 +150,7 @@ def test_f4_has_torch_shape(tmp_path):
 
 def test_every_dtype_agrees_with_safetensors(tmp_path):
     path = tmp_path / "model.safetensors"
-    dtypes = [dtype for dtype, _ in checkpoint._DTYPES.values() if dtype != torch.float4_e2m1fn_x2]
+    dtypes = [dtype for dtype, _ in safetensors_file._DTYPES.values() if dtype != torch.float4_e2m1fn_x2]
     assert len(dtypes) == 19
     save_file({str(dtype): torch.zeros(2, 3, dtype=torch.uint8).to(dtype) for dtype in dtypes}, path)
     entries = locate(path).tensors
@@ -321,7 +322,7 @@ def test_refusal_of_the_operating_system_keeps_its_errno(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(checkpoint.os, "open", refuse)
+    monkeypatch.setattr(files.os, "open", refuse)
     error = refusal(path)
     assert isinstance(error, CheckpointReadError)
     assert (error.errno, error.filename, error.reason) == (errno.EACCES, str(path), "IoError")
@@ -337,7 +338,7 @@ def test_read_error_of_the_device_is_a_read_error(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(checkpoint.os, "pread", fail)
+    monkeypatch.setattr(files.os, "pread", fail)
     error = refusal(path)
     assert isinstance(error, CheckpointReadError)
     assert error.errno == errno.EIO
@@ -347,7 +348,7 @@ def test_read_error_of_the_device_is_a_read_error(tmp_path, monkeypatch):
 def test_short_reads_are_continued(tmp_path, monkeypatch):
     path = hostile.write_tensors(tmp_path / "model.safetensors", *(f"layers.{i}" for i in range(20)))
     pread = os.pread
-    monkeypatch.setattr(checkpoint.os, "pread", lambda fd, length, offset: pread(fd, min(length, 7), offset))
+    monkeypatch.setattr(files.os, "pread", lambda fd, length, offset: pread(fd, min(length, 7), offset))
     assert len(locate(path).tensors) == 20
 
 
@@ -355,7 +356,7 @@ def test_file_that_shrinks_while_its_header_is_read_is_a_read_error(tmp_path, mo
     path = hostile.write_tensors(tmp_path / "model.safetensors", *(f"layers.{i}" for i in range(20)))
     pread = os.pread
     monkeypatch.setattr(
-        checkpoint.os, "pread", lambda fd, length, offset: pread(fd, min(length, max(100 - offset, 0)), offset)
+        files.os, "pread", lambda fd, length, offset: pread(fd, min(length, max(100 - offset, 0)), offset)
     )
     error = refusal(path)
     assert isinstance(error, CheckpointReadError)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import weightlift
 from weightlift import CheckpointError, CheckpointMismatchError, LoadConfig, LoadReport, fast_load, load_file
-from weightlift.checkpoint import _DTYPES as DTYPES
+from weightlift.safetensors_file import _DTYPES as DTYPES
 
 MiB = 1 << 20
 WriteCheckpoint = Callable[..., Path]

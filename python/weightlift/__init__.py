@@ -6,10 +6,11 @@ copies from; `load_file` loads a whole file or folder.
 
 from ._logging import set_up_logging
 from ._version import __version__
-from .checkpoint import CheckpointFiles, Shard, TensorEntry
 from .config import LoadConfig
+from .entries import CheckpointFiles, Shard, TensorEntry
 from .errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CheckpointReadError
-from .loading import Checkpoint, fast_load, load_file, open_checkpoint
+from .loading import Checkpoint, load_file, open_checkpoint
+from .model.loader import fast_load
 from .report import FileReport, LoadReport
 from .tensor import CheckpointTensor
 

@@ -1,162 +1,25 @@
-"""Gate 1: which files make up a checkpoint, and where in them each tensor lies.
-
-Headers are parsed strictly and taken for hostile: nothing here crashes, hangs or allocates by a number that a file
-claims, and what is wrong with a file is one `CheckpointError`. Only headers are read, no tensor data.
-
-What safetensors 0.8 refuses is refused here, and also:
-- a header that does not start with `{` (the format demands it; safetensors passes whitespace);
-- a tensor name or metadata key that occurs twice, fields beyond `dtype`, `shape` and `data_offsets`, a tensor written
-  as an array, a dtype as an object: what they were meant to say is a guess;
-- what torch cannot hold: dtypes that it lacks (`F6_E2M3`, `F6_E3M2`), F4 whose last dimension is odd or absent, shapes
-  whose strides pass 2**63 - 1 (only empty tensors can). One such tensor refuses the whole file.
-"""
+"""Gate 1: which files make up a checkpoint. Only headers are read, no tensor data."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
 import os
 import posixpath
 import re
 import reprlib
-import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import torch
-
-from .errors import CheckpointError, CheckpointNotFoundError, CheckpointReadError, listed, printable
-
-# The format's bound on a header (safetensors' MAX_HEADER_SIZE); an index is held to it too.
-_MAX_JSON_BYTES = 100_000_000
-# Offsets and lengths go to C++ and to the operating system as int64.
-_MAX_INT64 = 2**63 - 1
+from .entries import CheckpointFiles, Shard, TensorEntry
+from .errors import CheckpointError, CheckpointNotFoundError, listed, printable
+from .files import DOWNLOAD_AGAIN, is_folder, open_regular, read_at, refused
+from .safetensors_file import CONVERT, IMPOSTORS, MAX_JSON_BYTES, parse_json, read_shard
 
 _MODEL_INDEX = "model.safetensors.index.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
 
-# name in the header -> (name in torch, bits per element, first torch that has it)
-_FORMAT_DTYPES = {
-    "BOOL": ("bool", 8, "1.2"),
-    "U8": ("uint8", 8, "1.0"),
-    "I8": ("int8", 8, "1.0"),
-    "F8_E4M3": ("float8_e4m3fn", 8, "2.1"),
-    "F8_E5M2": ("float8_e5m2", 8, "2.1"),
-    "F8_E8M0": ("float8_e8m0fnu", 8, "2.7"),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8, "2.2"),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8, "2.2"),
-    "F4": ("float4_e2m1fn_x2", 4, "2.8"),
-    "I16": ("int16", 16, "1.0"),
-    "U16": ("uint16", 16, "2.3"),
-    "F16": ("float16", 16, "1.0"),
-    "BF16": ("bfloat16", 16, "1.2"),
-    "I32": ("int32", 32, "1.0"),
-    "U32": ("uint32", 32, "2.3"),
-    "F32": ("float32", 32, "1.0"),
-    "I64": ("int64", 64, "1.0"),
-    "U64": ("uint64", 64, "2.3"),
-    "F64": ("float64", 64, "1.0"),
-    "C64": ("complex64", 64, "1.6"),
-}
-_DTYPES: dict[str, tuple[torch.dtype, int]] = {
-    name: (getattr(torch, attribute), bits)
-    for name, (attribute, bits, _) in _FORMAT_DTYPES.items()
-    if hasattr(torch, attribute)
-}
-
-_METADATA = "__metadata__"
-_TENSOR_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
-
-# A header length that is allowed ends in a zero byte; without this, one like 0x7b20 would pass for ` {`.
-_NO_LENGTH = rb"(?=[^\0]{8})"
-# First bytes of what is found in the place of a shard -> what it is, and the remedy.
-_DOWNLOAD_AGAIN = "download it again"
-_CONVERT = (
-    "load it with the tool that wrote it and save it as safetensors (in transformers: `model.save_pretrained(folder)`)"
-)
-_IMPOSTORS: list[tuple[re.Pattern[bytes], str, str]] = [
-    (re.compile(rb"version https://git-lfs"), "a git-lfs pointer", "fetch the file itself with `git lfs pull`"),
-    (
-        re.compile(_NO_LENGTH + rb"(\xef\xbb\xbf)?\s*<[!?A-Za-z]"),
-        "an HTML or XML page, most likely a server's error message",
-        f"check address and access rights and {_DOWNLOAD_AGAIN}",
-    ),
-    (re.compile(rb"PK\x03\x04"), "a zip archive, such as `torch.save` writes", _CONVERT),
-    (re.compile(rb"\x80[\x02-\x05]"), "a pickle, such as `torch.save` writes", _CONVERT),
-    (re.compile(rb"\x1f\x8b"), "gzip-compressed", "unpack it with `gunzip`"),
-    (re.compile(rb"GGUF"), "a GGUF file", "get the checkpoint that it was made from, in safetensors"),
-    (
-        re.compile(_NO_LENGTH + rb"\s*[{\[]"),
-        "a JSON text without the length that starts a safetensors file",
-        _DOWNLOAD_AGAIN,
-    ),
-    (re.compile(rb"\0{8}"), "a file that starts with zeros, as an interrupted download leaves it", _DOWNLOAD_AGAIN),
-]
-_IMPOSTOR_BYTES = 64
-
 # Names that tell a folder of another format.
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-
-
-@dataclass(slots=True, eq=False)
-class TensorEntry:
-    """Where one tensor lies. Not to be modified (not frozen: that would double the time to parse a large header).
-
-    Attributes:
-        name: as in the file.
-        dtype: torch's; F4 is `float4_e2m1fn_x2`, two values in a byte.
-        shape: torch's; for F4 the last dimension is half of the file's.
-        offset: of the first byte, from the start of the file.
-        nbytes: bytes of data, contiguous, row-major.
-        shard: the file.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    shard: Shard = field(repr=False)
-
-
-@dataclass(slots=True, eq=False)
-class Shard:
-    """One safetensors file with a valid header, as it was when the header was read. Not to be modified.
-
-    Attributes:
-        path: as the user knows it; symlinks are not resolved.
-        size: bytes of the file.
-        device, inode, mtime_ns: of the file itself, behind symlinks; they tell whether it has changed since.
-        data_offset: where the data starts, in bytes from the start of the file.
-        metadata: the header's `__metadata__`.
-        tensors: all of the file, in the order of their data.
-    """
-
-    path: str
-    size: int
-    device: int
-    inode: int
-    mtime_ns: int
-    data_offset: int
-    metadata: dict[str, str]
-    tensors: tuple[TensorEntry, ...] = field(repr=False)
-
-
-@dataclass(slots=True, eq=False)
-class CheckpointFiles:
-    """The files of a checkpoint. Not to be modified.
-
-    Attributes:
-        shards: in natural order of their names (`model-2` before `model-10`).
-        tensors: by name; shard after shard, inside a shard in the order of the data.
-    """
-
-    shards: tuple[Shard, ...]
-    tensors: dict[str, TensorEntry]
 
 
 def locate(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> CheckpointFiles:
@@ -188,326 +51,9 @@ def locate(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
             raise CheckpointNotFoundError("the list of files is empty; name at least one", reason="NoWeights")
         return _assemble(paths, assigned={})
     path = os.fsdecode(source)
-    if _is_folder(path):
+    if is_folder(path):
         return _locate_folder(path)
     return _locate_index(path) if path.endswith(".json") else _assemble([path], assigned={})
-
-
-def read_shard(path: str | os.PathLike[str]) -> Shard:
-    """Reads and validates the header of one safetensors file.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        CheckpointReadError: it cannot be opened or read, or it became shorter meanwhile.
-        CheckpointError: it is not a regular file, or not a valid safetensors file; `reason` says why.
-    """
-    path = os.fsdecode(path)
-    fd, status = _open_regular(path)
-    try:
-        header = _read_header(fd, path, status.st_size)
-    finally:
-        os.close(fd)
-    shard = Shard(
-        path=path,
-        size=status.st_size,
-        device=status.st_dev,
-        inode=status.st_ino,
-        mtime_ns=status.st_mtime_ns,
-        data_offset=8 + len(header),
-        metadata={},
-        tensors=(),
-    )
-    with _collector_paused():
-        _parse_header(shard, header)
-    return shard
-
-
-# ---- files
-
-
-def _open_regular(path: str) -> tuple[int, os.stat_result]:
-    """A descriptor that the caller closes, and the status of what it is open on. Python opens with O_CLOEXEC."""
-    try:
-        # O_NONBLOCK: without it, opening a FIFO waits for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except FileNotFoundError:
-        link = os.path.islink(path)
-        problem = "a symlink to a file that does not exist" if link else "no such file or folder"
-        raise CheckpointNotFoundError(f"{problem}; check the path", path=path, reason="NotFound") from None
-    except OSError as error:
-        raise _refused("open", path, error) from error
-    except ValueError:  # a NUL in the path
-        raise CheckpointNotFoundError("not a path", path=path, reason="NotFound") from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
-            raise CheckpointError(f"expected a regular file, found {kind}", path=path, reason="NotRegularFile")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, status
-
-
-def _read_at(fd: int, path: str, offset: int, length: int) -> bytes:
-    """Exactly `length` bytes; the caller has compared it with the file's size."""
-    parts = []
-    end = offset + length
-    while offset < end:
-        try:
-            part = os.pread(fd, end - offset, offset)  # Python continues after EINTR
-        except OSError as error:
-            raise _refused("read", path, error) from error
-        if not part:
-            raise CheckpointReadError(
-                f"expected {end} bytes or more, found {offset}: the file became shorter while it was read",
-                path=path,
-                reason="UnexpectedEnd",
-            )
-        parts.append(part)
-        offset += len(part)
-    return b"".join(parts)
-
-
-def _refused(action: str, path: str, error: OSError) -> CheckpointReadError:
-    remedy = "; check the permissions of the file and of its folders" if isinstance(error, PermissionError) else ""
-    return CheckpointReadError(
-        f"the operating system refused to {action} it: {error.strerror}{remedy}",
-        path=path,
-        reason="IoError",
-        cause=error,
-    )
-
-
-# ---- headers
-
-
-def _read_header(fd: int, path: str, size: int) -> bytes:
-    """The JSON text of a file of `size` bytes; it starts with `{`."""
-    start = _read_at(fd, path, 0, min(size, _IMPOSTOR_BYTES))
-
-    def fault(reason: str, problem: str) -> NoReturn:
-        for pattern, kind, remedy in _IMPOSTORS:
-            if pattern.match(start):
-                raise CheckpointError(
-                    f"expected a safetensors file, found {kind} ({size} bytes); {remedy}",
-                    path=path,
-                    reason="NotSafetensors",
-                )
-        raise CheckpointError(problem, path=path, reason=reason)
-
-    if size < 8:
-        found = f"found {size} bytes" if size else "found an empty file"
-        fault("HeaderTooSmall", f"expected a header length of 8 bytes, {found}; {_DOWNLOAD_AGAIN}")
-    length = int.from_bytes(start[:8], "little")
-    if length > _MAX_JSON_BYTES:
-        fault(
-            "HeaderTooLarge",
-            f"expected a header of {_MAX_JSON_BYTES} bytes at most, found a header length of {length}; "
-            "this is not a safetensors file, or it is corrupt",
-        )
-    if 8 + length > size:
-        fault(
-            "InvalidHeaderLength",
-            f"the header ends at byte {8 + length}, beyond the file's {size} bytes; "
-            f"the file is truncated, {_DOWNLOAD_AGAIN}",
-        )
-    if length < 2:
-        fault("InvalidHeaderDeserialization", f"expected a JSON header, found a header length of {length}")
-    if start[8:9] != b"{":
-        fault(
-            "InvalidHeaderStart", f"expected a header that starts with '{{', found {start[8:9]!r}; the file is corrupt"
-        )
-    return _read_at(fd, path, 8, length)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Parsing makes many objects and no cyclic garbage; collections would double its time."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
-
-
-def _parse_header(shard: Shard, header: bytes) -> None:
-    """Fills `shard.metadata` and `shard.tensors`."""
-    members = _parse_json(header, shard.path, "header", ("InvalidHeader", "InvalidHeaderDeserialization"))
-    shard.metadata = _parse_metadata(members.pop(_METADATA, None), shard.path)
-    _check_unicode([*members, *shard.metadata, *shard.metadata.values()], shard.path)
-    entries = [_parse_tensor(shard, name, info) for name, info in members.items()]
-    entries.sort(key=attrgetter("offset", "nbytes"))
-    _check_layout(shard, entries)
-    shard.tensors = tuple(entries)
-
-
-def _parse_json(text: bytes, path: str, what: str, reasons: tuple[str, str]) -> dict[str, Any]:
-    """The JSON object in `text`, without duplicate keys; `reasons` for bad UTF-8 and for all else."""
-    not_utf8, reason = reasons
-    try:
-        members = json.loads(text.decode(), object_pairs_hook=_distinct, parse_int=_parse_int)
-    except UnicodeDecodeError as error:
-        at = f"byte {error.start} of the {what} is {text[error.start : error.start + 1]!r}"
-        raise CheckpointError(f"expected UTF-8, {at}; the file is corrupt", path=path, reason=not_utf8) from None
-    except RecursionError:
-        raise CheckpointError(
-            f"the {what} is malformed: nested too deeply; the file is corrupt", path=path, reason=reason
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(
-            f"the {what} is malformed: {error}; the file is corrupt", path=path, reason=reason
-        ) from None
-    if type(members) is not dict:
-        raise CheckpointError(f"expected a JSON object, found {reprlib.repr(members)}", path=path, reason=reason)
-    return members
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f'the key "{printable(twice)}" occurs twice')
-    return members
-
-
-def _parse_int(digits: str) -> int:
-    # int() takes quadratic time (or raises, by version) for millions of digits; 20 and a sign reach beyond 64 bits.
-    # "-0" is a float by safetensors' reading, and so not a size.
-    if len(digits) > 21 or digits == "-0":
-        raise ValueError(f"{printable(digits[:32])} is not a 64-bit integer")
-    return int(digits)
-
-
-def _parse_metadata(value: Any, path: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if type(value) is not dict:
-        found = reprlib.repr(value)
-    else:
-        faults = (f"{reprlib.repr(v)} under {reprlib.repr(k)}" for k, v in value.items() if type(v) is not str)
-        found = next(faults, "")
-    if found:
-        raise CheckpointError(
-            f"expected strings only, found {found}", path=path, tensor=_METADATA, reason="InvalidHeaderDeserialization"
-        )
-    metadata: dict[str, str] = value
-    return metadata
-
-
-def _check_unicode(strings: Iterable[str], path: str) -> None:
-    try:
-        "\0".join(strings).encode()
-    except UnicodeEncodeError:
-        problem = "the header is malformed: half of a surrogate pair in a name or in the metadata"
-        raise CheckpointError(problem, path=path, reason="InvalidHeaderDeserialization") from None
-
-
-def _parse_tensor(shard: Shard, name: str, info: Any) -> TensorEntry:
-    """Checks all that can be said of one tensor alone."""
-
-    def fault(reason: str, problem: str) -> CheckpointError:
-        return CheckpointError(problem, path=shard.path, tensor=name, reason=reason)
-
-    if type(info) is not dict or info.keys() != _TENSOR_FIELDS:
-        raise fault(
-            "InvalidHeaderDeserialization",
-            f"expected exactly dtype, shape and data_offsets, found {reprlib.repr(info)}",
-        )
-    dtype, dims, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if type(dtype) is not str or dtype not in _DTYPES:
-        raise fault("UnsupportedDtype", _unsupported_dtype(dtype))
-    torch_dtype, bits = _DTYPES[dtype]
-
-    if type(dims) is not list:
-        raise fault("TensorInvalidInfo", f"expected a shape, a list of sizes, found {reprlib.repr(dims)}")
-    stride = 1  # what torch would compute for a dimension before the first: zeros count as one
-    for size in dims:
-        if type(size) is not int or size < 0:
-            raise fault("TensorInvalidInfo", f"expected sizes of 0 or more, found shape {reprlib.repr(dims)}")
-        stride *= size or 1
-        if stride > _MAX_INT64:
-            raise fault("ValidationOverflow", f"the elements of shape {reprlib.repr(dims)} are more than 2**63 - 1")
-
-    if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
-        raise fault("TensorInvalidInfo", f"expected data_offsets [begin, end], found {reprlib.repr(offsets)}")
-    begin, end = offsets
-    if not 0 <= begin <= end:
-        raise fault("InvalidOffset", f"expected 0 <= begin <= end, found data_offsets [{begin}, {end})")
-    if end > _MAX_INT64 - shard.data_offset:
-        raise fault("ValidationOverflow", f"data_offsets [{begin}, {end}) pass 2**63 - 1")
-
-    nbits = 0 if 0 in dims else stride * bits
-    if bits == 4 and (not dims or dims[-1] % 2):
-        raise fault("MisalignedSlice", f"two F4 share a byte: expected an even last dimension, found shape {dims}")
-    if nbits != 8 * (end - begin):
-        raise fault(
-            "TensorInvalidInfo",
-            f"{dtype} of shape {reprlib.repr(dims)} takes {nbits // 8} bytes, "
-            f"data_offsets [{begin}, {end}) are {end - begin}; the file is corrupt",
-        )
-    shape = (*dims[:-1], dims[-1] // 2) if bits == 4 else tuple(dims)
-    return TensorEntry(name, torch_dtype, shape, shard.data_offset + begin, end - begin, shard)
-
-
-def _unsupported_dtype(dtype: Any) -> str:
-    if type(dtype) is not str:
-        return f"expected the name of a dtype, found {reprlib.repr(dtype)}"
-    if dtype in _FORMAT_DTYPES:
-        name, _, version = _FORMAT_DTYPES[dtype]
-        return f"dtype {dtype} (torch.{name}) needs torch {version} or newer, found {torch.__version__}; update torch"
-    return (
-        f"dtype {printable(dtype)} is not supported, torch has none such; convert or remove the tensor, "
-        f"a file that holds one cannot be opened (supported: {', '.join(_FORMAT_DTYPES)})"
-    )
-
-
-def _check_layout(shard: Shard, entries: list[TensorEntry]) -> None:
-    """The data of `entries`, sorted, must fill the file from `data_offset` to its end, without holes and overlaps."""
-    position = shard.data_offset
-    for index, entry in enumerate(entries):
-        if entry.offset != position:
-            begin = entry.offset - shard.data_offset
-            bounds = f"data_offsets [{begin}, {begin + entry.nbytes})"
-            before = f'the end of "{printable(entries[index - 1].name)}"' if index else "the start of the data"
-            kind = "overlap the tensor before" if entry.offset < position else "leave a hole"
-            raise CheckpointError(
-                f"{bounds} {kind}: expected to begin at {position - shard.data_offset}, {before}; the file is corrupt",
-                path=shard.path,
-                tensor=entry.name,
-                reason="InvalidOffset",
-            )
-        position += entry.nbytes
-    if position < shard.size:
-        raise CheckpointError(
-            f"trailing bytes: the tensors end at byte {position}, the file has {shard.size} bytes; "
-            f"the file is corrupt, {_DOWNLOAD_AGAIN}",
-            path=shard.path,
-            reason="MetadataIncompleteBuffer",
-        )
-    if position > shard.size:
-        cut = next(entry for entry in entries if entry.offset + entry.nbytes > shard.size)
-        begin = cut.offset - shard.data_offset
-        raise CheckpointError(
-            f"data_offsets [{begin}, {begin + cut.nbytes}) exceed the file's {shard.size} bytes, "
-            f"the tensors need {position}; the file is truncated, {_DOWNLOAD_AGAIN}",
-            path=shard.path,
-            tensor=cut.name,
-            reason="MetadataIncompleteBuffer",
-        )
-
-
-# ---- checkpoints of several files
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False  # opening it says why
 
 
 def _locate_folder(folder: str) -> CheckpointFiles:
@@ -515,7 +61,7 @@ def _locate_folder(folder: str) -> CheckpointFiles:
         # Hidden files are not weights: macOS leaves `._model.safetensors` on foreign disks.
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
-        raise _refused("list", folder, error) from error
+        raise refused("list", folder, error) from error
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if _MODEL_INDEX in indexes:
         indexes = [_MODEL_INDEX]
@@ -537,9 +83,9 @@ def _no_weights(folder: str, names: list[str]) -> CheckpointNotFoundError:
     problem = f"expected {_MODEL_INDEX} or *{_SUFFIX}, found "
     others = [name for name in names if name.endswith(_OTHER_FORMATS)]
     if others:
-        problem += f"{listed(others)}; formats other than safetensors are not supported, {_CONVERT}"
+        problem += f"{listed(others)}; formats other than safetensors are not supported, {CONVERT}"
     else:
-        shown = [name + "/" if _is_folder(os.path.join(folder, name)) else name for name in names]
+        shown = [name + "/" if is_folder(os.path.join(folder, name)) else name for name in names]
         problem += f"{listed(shown) or 'an empty folder'}; pass the folder that holds the weights"
     return CheckpointNotFoundError(problem, path=folder, reason="NoWeights")
 
@@ -554,7 +100,7 @@ def _locate_index(index: str) -> CheckpointFiles:
         names = [os.path.relpath(path, folder or ".") for path in missing]
         raise CheckpointNotFoundError(
             f"{len(missing)} of the {len(paths)} shards that it names are missing{links}: {listed(names)}; "
-            f"{_DOWNLOAD_AGAIN}",
+            f"{DOWNLOAD_AGAIN}",
             path=index,
             reason="ShardsMissing",
         )
@@ -575,18 +121,18 @@ def _locate_index(index: str) -> CheckpointFiles:
 
 def _read_index(index: str) -> dict[str, str]:
     """The weight map of an index, with shards as normalised paths relative to its folder."""
-    fd, status = _open_regular(index)
+    fd, status = open_regular(index)
     try:
-        if status.st_size > _MAX_JSON_BYTES:
-            problem = f"expected an index of {_MAX_JSON_BYTES} bytes at most, found {status.st_size}"
+        if status.st_size > MAX_JSON_BYTES:
+            problem = f"expected an index of {MAX_JSON_BYTES} bytes at most, found {status.st_size}"
             raise CheckpointError(problem, path=index, reason="InvalidIndex")
-        text = _read_at(fd, index, 0, status.st_size)
+        text = read_at(fd, index, 0, status.st_size)
     finally:
         os.close(fd)
-    for pattern, kind, remedy in _IMPOSTORS[:2]:  # a pointer or a page
+    for pattern, kind, remedy in IMPOSTORS[:2]:  # a pointer or a page
         if pattern.match(text):
             raise CheckpointError(f"expected an index, found {kind}; {remedy}", path=index, reason="InvalidIndex")
-    weight_map = _parse_json(text, index, "index", ("InvalidIndex", "InvalidIndex")).get("weight_map")
+    weight_map = parse_json(text, index, "index", ("InvalidIndex", "InvalidIndex")).get("weight_map")
     if type(weight_map) is not dict or not weight_map:
         found = "none" if weight_map is None else reprlib.repr(weight_map)
         problem = f'expected a "weight_map" from tensor names to files, found {found}'

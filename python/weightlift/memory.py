@@ -7,8 +7,8 @@ import mmap
 
 import torch
 
-from .checkpoint import CheckpointFiles, Shard
 from .config import MiB
+from .entries import CheckpointFiles, Shard
 from .report import format_bytes
 
 # Direct reads need file offset and address to agree modulo this; no device asks for more.

@@ -24,7 +24,7 @@ from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage
 from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
-    from .checkpoint import CheckpointFiles, TensorEntry
+    from .entries import CheckpointFiles, TensorEntry
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB

@@ -16,7 +16,7 @@ from .errors import CheckpointError, CheckpointReadError, listed
 from .report import FileReport
 
 if TYPE_CHECKING:
-    from .checkpoint import Shard, TensorEntry
+    from .entries import Shard, TensorEntry
 
 # What the core decides when the user does not. Sequential O_DIRECT reads of 1 GiB into huge-page buffers, on a 2-core
 # VM with a virtio disk: 2 MiB at depth 4: 3.4 GB/s, the best; at 16: 3.15; at 32: 3.1; 4 MiB the same.

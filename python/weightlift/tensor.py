@@ -16,7 +16,7 @@ from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
-    from .checkpoint import TensorEntry
+    from .entries import TensorEntry
     from .program import Program
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from .config import MiB
 from .tensor import empty
 
 if TYPE_CHECKING:
-    from .checkpoint import TensorEntry
+    from .entries import TensorEntry
 
 # Up to this size a tensor is a value.
 SMALL_BYTES = 64 << 10

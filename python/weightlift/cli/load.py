@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import weightlift
-from weightlift.checkpoint import CheckpointFiles, locate
+from weightlift.checkpoint import locate
 from weightlift.cli.errors import CommandError
 from weightlift.config import Backend, LoadConfig, Strategy
+from weightlift.entries import CheckpointFiles
 from weightlift.errors import listed
 
 NAME = "load"
