@@ -3,97 +3,99 @@
 from __future__ import annotations
 
 import os
-import posixpath
-import re
-import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+from . import hub
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .errors import CheckpointError, CheckpointNotFoundError, listed, printable
-from .files import DOWNLOAD_AGAIN, is_folder, open_regular, read_at, refused
-from .safetensors_file import CONVERT, IMPOSTORS, MAX_JSON_BYTES, parse_json, read_shard
+from .files import DOWNLOAD_AGAIN, is_folder, list_names
+from .filters import Filter, first_rule
+from .index_file import read_index
+from .names import natural_key
+from .safetensors_file import read_shard
+from .source import OTHER_FORMATS, TORCH_SUFFIXES, CheckpointSource, choose_files, nothing_found
+from .torch_file import read_torch_shard
 
-_MODEL_INDEX = "model.safetensors.index.json"
-_INDEX_SUFFIX = ".safetensors.index.json"
-_SUFFIX = ".safetensors"
+PathLike = str | os.PathLike[str]
+# What is accepted wherever a checkpoint is asked for.
+CheckpointPath = PathLike | CheckpointSource | Sequence[PathLike | CheckpointSource]
 
-# Names that tell a folder of another format.
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+__all__ = ["CheckpointPath", "CheckpointSource", "locate", "read_header"]
 
 
-def locate(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> CheckpointFiles:
+def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> CheckpointFiles:
     """Finds the files of a checkpoint and reads their headers.
 
     Args:
-        source: a safetensors file; a folder; an index (`*.index.json`); or a list of safetensors files.
-            In a folder, `model.safetensors.index.json` or else its only `*.safetensors.index.json` says which files are
-            read, and no other is opened. A folder without an index is all its `*.safetensors`, not of subfolders.
+        source: a file, safetensors or of `torch.save`; a folder; an index (`*.index.json`); a list of files; the id of
+            a repository on a hub, whose weights are downloaded where they are not in the cache; a CheckpointSource,
+            which can say more; or a list of those, of which no two may hold the same tensor.
+            In a folder, the files are those of `CheckpointSource.load_format`. Where there is an index for them,
+            `model.safetensors.index.json` or else the only one, it says which are read, and no other is opened.
+        filters: each gives the rule by which a tensor of that name is not wanted, or None. With an index, shards of
+            which no tensor is wanted are neither opened nor downloaded, and may be absent. A filter sees names with
+            the source's prefix.
 
     With an index, a tensor that several shards hold is taken from the one that the index names. A tensor that the index
     does not name, in a shard that it does, belongs to the checkpoint (as for safetensors and vLLM): indexes go stale,
     and a tensor too many is reported against the model, whereas a dropped one would be lost without a word.
+    Without one, a tensor in two files is an error.
 
     Returns:
         The shards and their tensors. No file is left open.
 
     Raises:
         CheckpointNotFoundError: no such path, no weights there, or shards of the index are missing.
-        CheckpointReadError: a file cannot be opened or read.
-        CheckpointError: a file is not a valid safetensors file; the index is not valid or names tensors that its shards
-            lack; two files hold the same tensor.
+        CheckpointReadError: a file cannot be opened or read, or a hub cannot be reached.
+        CheckpointError: a file is not valid, or of a format that is not read; the index is not valid or names tensors
+            that its shards lack; two files hold the same tensor.
     """
-    if not isinstance(source, (str, bytes, os.PathLike)):
-        if not isinstance(source, Iterable):
-            raise TypeError(f"expected the path of a checkpoint, or a list of files, found {type(source).__name__}")
-        paths = [os.fsdecode(path) for path in source]
+    if isinstance(source, CheckpointSource):
+        return _locate_source(source, filters)
+    if isinstance(source, (str, bytes, os.PathLike)):
+        return _locate_source(CheckpointSource(source), filters)
+    if not isinstance(source, Iterable):
+        raise TypeError(f"expected the path of a checkpoint, or a list of files, found {type(source).__name__}")
+    items = list(source)
+    paths = [item for item in items if not isinstance(item, CheckpointSource)]
+    if len(paths) == len(items):
+        return _locate_source(CheckpointSource(paths), filters)
+    parts = [locate(item, filters=filters) for item in items]
+    shards = [shard for part in parts for shard in part.shards]
+    skipped = {name: rule for part in parts for name, rule in part.skipped.items()}
+    return CheckpointFiles(tuple(shards), _merge(entry for part in parts for entry in part.tensors.values()), skipped)
+
+
+def _locate_source(source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
+    if not isinstance(source.path, (str, bytes, os.PathLike)):
+        paths = [os.fsdecode(path) for path in source.path]
         if not paths:
             raise CheckpointNotFoundError("the list of files is empty; name at least one", reason="NoWeights")
-        return _assemble(paths, assigned={})
-    path = os.fsdecode(source)
+        return _assemble(paths, {}, source, filters)
+    path = hub.download(source, filters=filters)
     if is_folder(path):
-        return _locate_folder(path)
-    return _locate_index(path) if path.endswith(".json") else _assemble([path], assigned={})
+        return _locate_folder(path, source, filters)
+    return _locate_index(path, source, filters) if path.endswith(".json") else _assemble([path], {}, source, filters)
 
 
-def _locate_folder(folder: str) -> CheckpointFiles:
-    try:
-        # Hidden files are not weights: macOS leaves `._model.safetensors` on foreign disks.
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError as error:
-        raise refused("list", folder, error) from error
-    indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
-    if _MODEL_INDEX in indexes:
-        indexes = [_MODEL_INDEX]
-    if len(indexes) > 1:
-        raise CheckpointError(
-            f"expected one index, found {listed(indexes)}; pass the path of the one to load",
-            path=folder,
-            reason="AmbiguousIndex",
-        )
-    if indexes:
-        return _locate_index(os.path.join(folder, indexes[0]))
-    shards = [name for name in names if name.endswith(_SUFFIX)]
-    if not shards:
-        raise _no_weights(folder, names)
-    return _assemble([os.path.join(folder, name) for name in shards], assigned={})
-
-
-def _no_weights(folder: str, names: list[str]) -> CheckpointNotFoundError:
-    problem = f"expected {_MODEL_INDEX} or *{_SUFFIX}, found "
-    others = [name for name in names if name.endswith(_OTHER_FORMATS)]
-    if others:
-        problem += f"{listed(others)}; formats other than safetensors are not supported, {CONVERT}"
-    else:
+def _locate_folder(folder: str, source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
+    names = list_names(folder, source.depth)
+    index, files = choose_files(names, source, where=folder)
+    if index is not None:
+        return _locate_index(os.path.join(folder, index), source, filters)
+    if not files:
         shown = [name + "/" if is_folder(os.path.join(folder, name)) else name for name in names]
-        problem += f"{listed(shown) or 'an empty folder'}; pass the folder that holds the weights"
-    return CheckpointNotFoundError(problem, path=folder, reason="NoWeights")
+        raise nothing_found(shown, source, where=folder)
+    return _assemble([os.path.join(folder, name) for name in files], {}, source, filters)
 
 
-def _locate_index(index: str) -> CheckpointFiles:
+def _locate_index(index: str, source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
     folder = os.path.dirname(index)
-    assigned = {name: os.path.join(folder, shard) for name, shard in _read_index(index).items()}
-    paths = sorted(set(assigned.values()))
+    assigned = {source.prefix + name: os.path.join(folder, shard) for name, shard in read_index(index).items()}
+    rules = {name: first_rule(filters, name) for name in assigned} if filters else {}
+    skipped = {name: rule for name, rule in rules.items() if rule is not None}
+    opened = {path for name, path in assigned.items() if name not in skipped}
+    paths = sorted(opened)
     missing = [path for path in paths if not os.path.exists(path)]
     if missing:
         links = " (symlinks whose file is gone)" if all(os.path.islink(path) for path in missing) else ""
@@ -104,9 +106,11 @@ def _locate_index(index: str) -> CheckpointFiles:
             path=index,
             reason="ShardsMissing",
         )
-    files = _assemble(paths, assigned)
+    files = _assemble(paths, assigned, source, filters)
     absent = [
-        name for name in assigned if name not in files.tensors or files.tensors[name].shard.path != assigned[name]
+        name
+        for name, path in assigned.items()
+        if path in opened and name not in files.tensors and name not in files.skipped
     ]
     if absent:
         names = [f"{printable(name)} ({os.path.basename(assigned[name])})" for name in absent]
@@ -116,63 +120,49 @@ def _locate_index(index: str) -> CheckpointFiles:
             path=index,
             reason="TensorNotFound",
         )
+    files.skipped.update(skipped)
     return files
 
 
-def _read_index(index: str) -> dict[str, str]:
-    """The weight map of an index, with shards as normalised paths relative to its folder."""
-    fd, status = open_regular(index)
-    try:
-        if status.st_size > MAX_JSON_BYTES:
-            problem = f"expected an index of {MAX_JSON_BYTES} bytes at most, found {status.st_size}"
-            raise CheckpointError(problem, path=index, reason="InvalidIndex")
-        text = read_at(fd, index, 0, status.st_size)
-    finally:
-        os.close(fd)
-    for pattern, kind, remedy in IMPOSTORS[:2]:  # a pointer or a page
-        if pattern.match(text):
-            raise CheckpointError(f"expected an index, found {kind}; {remedy}", path=index, reason="InvalidIndex")
-    weight_map = parse_json(text, index, "index", ("InvalidIndex", "InvalidIndex")).get("weight_map")
-    if type(weight_map) is not dict or not weight_map:
-        found = "none" if weight_map is None else reprlib.repr(weight_map)
-        problem = f'expected a "weight_map" from tensor names to files, found {found}'
-        raise CheckpointError(problem, path=index, reason="InvalidIndex")
-    shards: dict[Any, str] = {}
-    for name, shard in weight_map.items():
-        if type(shard) is not str:
-            problem = f"expected the name of a file in the weight_map, found {reprlib.repr(shard)}"
-            raise CheckpointError(problem, path=index, tensor=name, reason="InvalidIndex")
-        if shard not in shards:
-            normal = posixpath.normpath(shard)
-            # By the text, not by where symlinks lead: in a hub cache each shard is a symlink out of the folder.
-            if not shard or "\0" in shard or normal == "." or normal.startswith("/") or ".." in shard.split("/"):
-                problem = (
-                    f"expected a file inside the index's folder, found {reprlib.repr(shard)}; this is not safe to open"
-                )
-                raise CheckpointError(problem, path=index, tensor=name, reason="UnsafePath")
-            shards[shard] = normal
-    return {name: shards[shard] for name, shard in weight_map.items()}
-
-
-def _assemble(paths: list[str], assigned: dict[str, str]) -> CheckpointFiles:
+def _assemble(
+    paths: list[str], assigned: dict[str, str], source: CheckpointSource, filters: Sequence[Filter | None]
+) -> CheckpointFiles:
     """Reads the shards at `paths`; a tensor that is in `assigned` counts only in the shard of that path."""
     shards = _read_shards(paths)
-    shards.sort(key=lambda shard: _natural_key(shard.path))
-    tensors: dict[str, TensorEntry] = {}
+    shards.sort(key=lambda shard: (natural_key(os.path.basename(shard.path)), shard.path))
+    skipped: dict[str, str] = {}
+    wanted: list[TensorEntry] = []
     for shard in shards:
         for entry in shard.tensors:
+            if source.prefix:  # nobody else has seen the entry yet
+                entry.name = source.prefix + entry.name
             if assigned.get(entry.name, shard.path) != shard.path:
                 continue
-            other = tensors.setdefault(entry.name, entry)
-            if other is not entry:
-                raise CheckpointError(
-                    f"also in {printable(other.shard.path)}; expected a tensor in one file only, "
-                    "pass the files that belong together, or their index",
-                    path=shard.path,
-                    tensor=entry.name,
-                    reason="DuplicateTensor",
-                )
-    return CheckpointFiles(tuple(shards), tensors)
+            rule = first_rule(filters, entry.name) if filters else None
+            if rule is None:
+                wanted.append(entry)
+            else:
+                skipped[entry.name] = rule
+    if skipped:
+        used = {id(entry.shard) for entry in wanted}
+        shards = [shard for shard in shards if id(shard) in used]
+    return CheckpointFiles(tuple(shards), _merge(wanted), skipped)
+
+
+def _merge(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors by name, no name twice."""
+    tensors: dict[str, TensorEntry] = {}
+    for entry in entries:
+        other = tensors.setdefault(entry.name, entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"also in {printable(other.shard.path)}; expected a tensor in one file only, "
+                "pass the files that belong together, or their index",
+                path=entry.shard.path,
+                tensor=entry.name,
+                reason="DuplicateTensor",
+            )
+    return tensors
 
 
 def _read_shards(paths: list[str]) -> list[Shard]:
@@ -180,7 +170,7 @@ def _read_shards(paths: list[str]) -> list[Shard]:
     shards, faults = [], []
     for path in paths:
         try:
-            shards.append(read_shard(path))
+            shards.append(read_header(path))
         except CheckpointError as fault:
             faults.append(fault)
     if len(faults) == 1:
@@ -195,8 +185,12 @@ def _read_shards(paths: list[str]) -> list[Shard]:
     return shards
 
 
-def _natural_key(path: str) -> tuple[list[str | int], str]:
-    """By file name, digits compared as numbers; by path where names are equal."""
-    parts: list[str | int] = list(re.split(r"([0-9]+)", os.path.basename(path)))
-    parts[1::2] = [int(digits) for digits in parts[1::2]]
-    return parts, path
+def read_header(path: str) -> Shard:
+    """Reads the header of one file: of torch's format by its suffix, refused if of another one, else safetensors."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in TORCH_SUFFIXES:
+        return read_torch_shard(path)
+    if suffix in OTHER_FORMATS and os.path.isfile(path):
+        name, remedy = OTHER_FORMATS[suffix]
+        raise CheckpointError(f"{name} is not read; {remedy}", path=path, reason="NotSafetensors")
+    return read_shard(path)

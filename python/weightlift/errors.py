@@ -9,12 +9,23 @@ import errno as errnos
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .names import fold
+
+# safetensors is not needed to run.
+try:
+    from safetensors import SafetensorError
+except ImportError:
+
+    class SafetensorError(Exception):  # type: ignore[no-redef]
+        """What CheckpointError is derived from where safetensors, whose exception this is, is not installed."""
+
+
 # A list in a text is cut here; the attributes of the exception hold all of it.
 _LISTED = 10
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded.
+class CheckpointError(ValueError, SafetensorError):
+    """A checkpoint cannot be loaded. Where safetensors is installed, code that catches its exception catches this too.
 
     Args:
         problem: what was expected, what was found, and what to do about it.
@@ -86,6 +97,8 @@ class CheckpointReadError(_OSCheckpointError):
 class CheckpointMismatchError(CheckpointError, RuntimeError):
     """Checkpoint and model do not fit; all differences at once, in the words of `torch.nn.Module.load_state_dict`.
 
+    In the text, the layers of a model are one pattern, `layers.{0-31}.norm.weight`; attributes have every name.
+
     Args:
         model: the name of the model's class.
         path: the checkpoint, as the user knows it.
@@ -118,14 +131,18 @@ class CheckpointMismatchError(CheckpointError, RuntimeError):
         self.gaps = list(gaps)
         lines = [f"Error(s) in loading state_dict for {model}:"]
         if self.missing_keys:
-            lines.append(f"Missing key(s) in state_dict: {listed(self.missing_keys, quote=True)}.")
+            lines.append(f"Missing key(s) in state_dict: {folded(self.missing_keys, quote=True)}.")
         if self.unexpected_keys:
-            lines.append(f"Unexpected key(s) in state_dict: {listed(self.unexpected_keys, quote=True)}.")
-        lines += [f"size mismatch for {printable(clause)}" for clause in self.mismatched[:_LISTED]]
-        if len(self.mismatched) > _LISTED:
-            lines.append(f"and {len(self.mismatched) - _LISTED} more size mismatches")
+            lines.append(f"Unexpected key(s) in state_dict: {folded(self.unexpected_keys, quote=True)}.")
+        clauses = fold(self.mismatched)
+        lines += [
+            f"size mismatch for {printable(clause)}" + (f" ({count} of these)" if count > 1 else "")
+            for clause, count in clauses[:_LISTED]
+        ]
+        if len(clauses) > _LISTED:
+            lines.append(f"and {sum(count for _, count in clauses[_LISTED:])} more size mismatches")
         if self.gaps:
-            lines.append(f"Not filled by any transfer: {listed(self.gaps)}.")
+            lines.append(f"Not filled by any transfer: {folded(self.gaps)}.")
         if remedy:
             lines.append(remedy)
         super().__init__("\n\t".join(lines), reason="ModelMismatch", path=path)
@@ -138,11 +155,22 @@ def printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def listed(names: Iterable[str], *, quote: bool = False) -> str:
+def listed(names: Iterable[str]) -> str:
     """`a, b, c and 7 more`: the first 10 of `names`, and how many there are beyond."""
     names = list(names)
-    shown = ", ".join(f'"{printable(name)}"' if quote else printable(name) for name in names[:_LISTED])
+    shown = ", ".join(map(printable, names[:_LISTED]))
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def folded(names: Iterable[str], *, quote: bool = False) -> str:
+    """`layers.{0-31}.w (32), b and 7 more`: names of tensors, the layers of a model in one; 10 of these are shown."""
+    patterns = fold(names)
+    shown = ", ".join(
+        (f'"{printable(pattern)}"' if quote else printable(pattern)) + (f" ({count})" if count > 1 else "")
+        for pattern, count in patterns[:_LISTED]
+    )
+    beyond = sum(count for _, count in patterns[_LISTED:])
+    return f"{shown} and {beyond} more" if beyond else shown
 
 
 def _restore(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:

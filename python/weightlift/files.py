@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from .errors import CheckpointError, CheckpointNotFoundError, CheckpointReadError
+from .errors import CheckpointNotFoundError, CheckpointReadError
 
 DOWNLOAD_AGAIN = "download it again"
 
@@ -18,6 +18,8 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
     except FileNotFoundError:
         link = os.path.islink(path)
         problem = "a symlink to a file that does not exist" if link else "no such file or folder"
+        if path.startswith("~"):
+            problem += ", `~` is not expanded here"
         raise CheckpointNotFoundError(f"{problem}; check the path", path=path, reason="NotFound") from None
     except OSError as error:
         raise refused("open", path, error) from error
@@ -27,7 +29,7 @@ def open_regular(path: str) -> tuple[int, os.stat_result]:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
-            raise CheckpointError(f"expected a regular file, found {kind}", path=path, reason="NotRegularFile")
+            raise CheckpointReadError(f"expected a regular file, found {kind}", path=path, reason="NotRegularFile")
     except BaseException:
         os.close(fd)
         raise
@@ -69,3 +71,22 @@ def is_folder(path: str) -> bool:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (OSError, ValueError):
         return False  # opening it says why
+
+
+def list_names(folder: str, depth: int = 0) -> list[str]:
+    """What is in a folder, and in its subfolders down to `depth`, as sorted relative paths with `/`; nothing hidden.
+
+    Raises:
+        CheckpointReadError: it cannot be listed.
+    """
+    try:
+        # Hidden files are not weights: macOS leaves `._model.safetensors` on foreign disks.
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise refused("list", folder, error) from error
+    if depth:
+        for name in list(names):
+            path = os.path.join(folder, name)
+            if is_folder(path):
+                names += [f"{name}/{inner}" for inner in list_names(path, depth - 1)]
+    return names

@@ -8,49 +8,80 @@ import mmap
 import torch
 
 from .config import MiB
-from .entries import CheckpointFiles, Shard
+from .entries import CheckpointFiles, Shard, TensorEntry
 from .report import format_bytes
+from .tensor import empty, strides_of
 
 # Direct reads need file offset and address to agree modulo this; no device asks for more.
 _ALIGNMENT = 4096
 _HUGE_PAGE = 2 * MiB
-# Smaller shards are not worth an allocation of whole huge pages.
-_MIN_SHARED_BYTES = 4 * MiB
+# Less is not worth an allocation of whole huge pages.
+_MIN_MAPPED_BYTES = 4 * MiB
 
 
 def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, torch.Tensor]:
-    """An uninitialised tensor for every tensor of a checkpoint, in the order of the files.
+    """An uninitialised tensor for every tensor of a checkpoint, with its strides, in the order of the files.
 
     On the CPU, those of a large shard lie in one mapping as they lie in the file, each address as far from a multiple
     of 4096 as its offset: O_DIRECT can then read into them. The mapping lives as long as one of its tensors.
+    Tensors that are the same bytes of a file share memory; those that overlap otherwise do not.
 
     Raises:
         MemoryError: there is no room for such a mapping.
         RuntimeError: torch has no memory for the other tensors.
     """
-    if device.type != "cpu":
-        return {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in files.tensors.values()}
     wanted = {id(entry) for entry in files.tensors.values()}
     tensors = {}
     for shard in files.shards:
-        mapping, base = _map_like(shard)
+        mapping, base = _map_like(shard) if device.type == "cpu" else (None, 0)
+        mapped_end = 0
+        same_bytes: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         for entry in shard.tensors:
             if id(entry) not in wanted:
                 continue
+            strides = strides_of(entry)
             address = base + entry.offset
+            twin = same_bytes.get((entry.offset, entry.nbytes, entry.dtype)) if entry.nbytes else None
+            if twin is not None:
+                tensor = torch.empty(0, dtype=entry.dtype, device=device)
+                tensor.set_(twin.untyped_storage(), twin.storage_offset(), entry.shape, strides)
             # torch wants elements at multiples of their size, which a file need not give.
-            if mapping is None or entry.nbytes == 0 or address % entry.dtype.itemsize:
-                tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-                continue
-            memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, address - _address_of(mapping))
-            tensors[entry.name] = torch.frombuffer(memory, dtype=entry.dtype).view(entry.shape)
+            elif mapping is None or entry.nbytes == 0 or address % entry.dtype.itemsize or entry.offset < mapped_end:
+                tensor = torch.empty_strided(entry.shape, strides, dtype=entry.dtype, device=device)
+            else:
+                memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, address - _address_of(mapping))
+                tensor = torch.frombuffer(memory, dtype=entry.dtype).as_strided(entry.shape, strides)
+                mapped_end = entry.offset + entry.nbytes
+            same_bytes[entry.offset, entry.nbytes, entry.dtype] = tensors[entry.name] = tensor
     return tensors
+
+
+def allocate(entry: TensorEntry) -> torch.Tensor:
+    """An uninitialised tensor on the CPU for a tensor of a checkpoint, with its strides, in memory of its own.
+
+    Real memory, whatever modes the caller has set. That of a large one is a mapping placed as in `allocate_like`.
+
+    Raises:
+        RuntimeError: torch has no memory for it.
+    """
+    strides = strides_of(entry)
+    if entry.nbytes < _MIN_MAPPED_BYTES or entry.offset % entry.dtype.itemsize:
+        return empty(entry.shape, strides, entry.dtype)
+    try:
+        mapping = mmap.mmap(-1, entry.nbytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # as many mappings as a process may have, or no memory
+        return empty(entry.shape, strides, entry.dtype)
+    start = _address_of(mapping)
+    # Huge pages begin where the first whole page of the file goes.
+    first_huge = -(-(start + _ALIGNMENT) // _HUGE_PAGE) * _HUGE_PAGE
+    memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, first_huge - -entry.offset % _ALIGNMENT - start)
+    return torch.frombuffer(memory, dtype=entry.dtype).as_strided(entry.shape, strides)
 
 
 def _map_like(shard: Shard) -> tuple[mmap.mmap | None, int]:
     """A mapping for the shard's data, and the address that its byte 0 would have."""
     data_bytes = shard.size - shard.data_offset
-    if data_bytes < _MIN_SHARED_BYTES:
+    if data_bytes < _MIN_MAPPED_BYTES:
         return None, 0
     try:
         mapping = mmap.mmap(-1, data_bytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

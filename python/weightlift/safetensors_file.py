@@ -19,7 +19,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -62,6 +62,8 @@ _DTYPES: dict[str, tuple[torch.dtype, int]] = {
     for name, (attribute, bits, _) in _FORMAT_DTYPES.items()
     if hasattr(torch, attribute)
 }
+# What the format calls torch's dtypes.
+FORMAT_NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 _METADATA = "__metadata__"
 _TENSOR_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -103,28 +105,45 @@ def read_shard(path: str | os.PathLike[str]) -> Shard:
     """
     path = os.fsdecode(path)
     fd, status = open_regular(path)
-    try:
-        header = _read_header(fd, path, status.st_size)
-    finally:
-        os.close(fd)
     shard = Shard(
         path=path,
         size=status.st_size,
         device=status.st_dev,
         inode=status.st_ino,
         mtime_ns=status.st_mtime_ns,
-        data_offset=8 + len(header),
-        metadata={},
+        data_offset=0,
+        metadata=None,
         tensors=(),
     )
-    with _collector_paused():
-        _parse_header(shard, header)
+    try:
+        _fill(shard, lambda offset, length: read_at(fd, path, offset, length))
+    finally:
+        os.close(fd)
     return shard
 
 
-def _read_header(fd: int, path: str, size: int) -> bytes:
+def shard_of_bytes(data: bytes) -> Shard:
+    """Reads and validates the header of a safetensors file that is in memory. No file: its path is a name for errors.
+
+    Raises:
+        CheckpointError: as `read_shard`.
+    """
+    shard = Shard("<bytes>", len(data), device=0, inode=0, mtime_ns=0, data_offset=0, metadata=None, tensors=())
+    _fill(shard, lambda offset, length: data[offset : offset + length])
+    return shard
+
+
+def _fill(shard: Shard, read: Callable[[int, int], bytes]) -> None:
+    """Reads and parses the header of `shard`, of which only the file is known so far."""
+    header = _read_header(read, shard.path, shard.size)
+    shard.data_offset = 8 + len(header)
+    with _collector_paused():
+        _parse_header(shard, header)
+
+
+def _read_header(read: Callable[[int, int], bytes], path: str, size: int) -> bytes:
     """The JSON text of a file of `size` bytes; it starts with `{`."""
-    start = read_at(fd, path, 0, min(size, _IMPOSTOR_BYTES))
+    start = read(0, min(size, _IMPOSTOR_BYTES))
 
     def fault(reason: str, problem: str) -> NoReturn:
         for pattern, kind, remedy in IMPOSTORS:
@@ -158,7 +177,7 @@ def _read_header(fd: int, path: str, size: int) -> bytes:
         fault(
             "InvalidHeaderStart", f"expected a header that starts with '{{', found {start[8:9]!r}; the file is corrupt"
         )
-    return read_at(fd, path, 8, length)
+    return read(8, length)
 
 
 @contextlib.contextmanager
@@ -177,7 +196,8 @@ def _parse_header(shard: Shard, header: bytes) -> None:
     """Fills `shard.metadata` and `shard.tensors`."""
     members = parse_json(header, shard.path, "header", ("InvalidHeader", "InvalidHeaderDeserialization"))
     shard.metadata = _parse_metadata(members.pop(_METADATA, None), shard.path)
-    _check_unicode([*members, *shard.metadata, *shard.metadata.values()], shard.path)
+    metadata = shard.metadata or {}
+    _check_unicode([*members, *metadata, *metadata.values()], shard.path)
     entries = [_parse_tensor(shard, name, info) for name, info in members.items()]
     entries.sort(key=attrgetter("offset", "nbytes"))
     _check_layout(shard, entries)
@@ -222,9 +242,9 @@ def _parse_int(digits: str) -> int:
     return int(digits)
 
 
-def _parse_metadata(value: Any, path: str) -> dict[str, str]:
+def _parse_metadata(value: Any, path: str) -> dict[str, str] | None:
     if value is None:
-        return {}
+        return None
     if type(value) is not dict:
         found = reprlib.repr(value)
     else:

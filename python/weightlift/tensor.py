@@ -47,7 +47,7 @@ class Source:
         self.entry = entry
         self.file = file
         self.real: torch.Tensor | None = None
-        # The whole of it, until that is real; None: all of the entry.
+        # The whole of it, until that is real; None: the span of the entry.
         self.root: CheckpointTensor | None = None
 
 
@@ -78,8 +78,15 @@ class CheckpointTensor(torch.Tensor):
     @staticmethod
     def of_entry(source: Source) -> CheckpointTensor:
         entry = source.entry
-        strides = contiguous_strides(entry.shape)
+        strides = strides_of(entry)
         return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype, _CPU)
+
+    @staticmethod
+    def of_span(source: Source) -> CheckpointTensor:
+        """All elements from the first of an entry to its last, in a row, also those between that are not its own."""
+        entry = source.entry
+        shape = (entry.nbytes // entry.dtype.itemsize,)
+        return _make(source, shape, (1,), 0, entry.dtype, (1,), entry.offset, entry.dtype, _CPU)
 
     def _view(
         self, shape: Sizes, strides: Sizes, offset: int, file_strides: Sizes, file_offset: int
@@ -157,7 +164,7 @@ class CheckpointTensor(torch.Tensor):
         """This tensor as a view of real memory, shared with every view of the same source."""
         source = self._source
         if source.real is None:
-            root = source.root if source.root is not None else CheckpointTensor.of_entry(source)
+            root = source.root if source.root is not None else CheckpointTensor.of_span(source)
             real = empty(root._shape, root._strides, root._dtype, root._device)
             source.program.record(real, root)
             source.program.before_look(real)
@@ -307,6 +314,10 @@ def contiguous_strides(shape: Sequence[int]) -> Sizes:
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(1, shape[i])
     return tuple(strides)
+
+
+def strides_of(entry: TensorEntry) -> Sizes:
+    return contiguous_strides(entry.shape) if entry.strides is None else entry.strides
 
 
 def _concatenate(pieces: list[CheckpointTensor], dim: int) -> CheckpointTensor:

@@ -41,7 +41,7 @@ class SmallValues:
             return flat
         run = _run_around(entry)
         begin = run[0].offset
-        memory = empty((run[-1].offset + run[-1].nbytes - begin,), (1,), torch.uint8)
+        memory = empty((max(small.offset + small.nbytes for small in run) - begin,), (1,), torch.uint8)
         read(memory, entry, begin)
         for small in run:
             self._values[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
@@ -68,16 +68,22 @@ def _run_around(entry: TensorEntry) -> Sequence[TensorEntry]:
     while tensors[position] is not entry:
         position += 1
     first = last = position
-    end = entry.offset + entry.nbytes
-    while first > 0 and _extends(tensors[first - 1], end - tensors[first - 1].offset):
+    begin, end = entry.offset, entry.offset + entry.nbytes
+    while first > 0 and _extends(tensors[first - 1], begin, end):
         first -= 1
-    begin = tensors[first].offset
-    while last + 1 < len(tensors) and _extends(
-        tensors[last + 1], tensors[last + 1].offset + tensors[last + 1].nbytes - begin
-    ):
+        begin, end = tensors[first].offset, max(end, tensors[first].offset + tensors[first].nbytes)
+    while last + 1 < len(tensors) and _extends(tensors[last + 1], begin, end):
         last += 1
+        end = max(end, tensors[last].offset + tensors[last].nbytes)
     return tensors[first : last + 1]
 
 
-def _extends(entry: TensorEntry, run_bytes: int) -> bool:
-    return entry.nbytes <= SMALL_BYTES and run_bytes <= _RUN_BYTES
+def _extends(entry: TensorEntry, begin: int, end: int) -> bool:
+    """Whether a run [begin, end) of the file may take in the entry: tensors may overlap, and leave holes."""
+    entry_end = entry.offset + entry.nbytes
+    hole = max(entry.offset - end, begin - entry_end)
+    return (
+        entry.nbytes <= SMALL_BYTES
+        and hole <= SMALL_BYTES
+        and max(end, entry_end) - min(begin, entry.offset) <= _RUN_BYTES
+    )
