@@ -17,6 +17,8 @@ def test_nothing_said_gives_the_automatic_values() -> None:
     assert resolved == ResolvedConfig(
         backend="auto",
         strategy="auto",
+        prefetch_num_threads=8,
+        prefetch_block_bytes=16 << 20,
         queue_depth=None,
         chunk_bytes=None,
         staging_bytes=256 << 20,
@@ -30,7 +32,9 @@ def test_nothing_said_gives_the_automatic_values() -> None:
 def test_environment_decides_what_arguments_leave_open() -> None:
     environment = {
         "WEIGHTLIFT_BACKEND": "pread",
-        "WEIGHTLIFT_STRATEGY": "buffered",
+        "WEIGHTLIFT_STRATEGY": "prefetch",
+        "WEIGHTLIFT_PREFETCH_NUM_THREADS": "5",
+        "WEIGHTLIFT_PREFETCH_BLOCK_BYTES": "4MiB",
         "WEIGHTLIFT_QUEUE_DEPTH": "16",
         "WEIGHTLIFT_CHUNK_BYTES": "2MiB",
         "WEIGHTLIFT_STAGING_BYTES": "1 GiB",
@@ -42,7 +46,9 @@ def test_environment_decides_what_arguments_leave_open() -> None:
     resolved = LoadConfig(queue_depth=4, advise_hugepages=True).resolve(environment)
     assert resolved == ResolvedConfig(
         backend="pread",
-        strategy="buffered",
+        strategy="prefetch",
+        prefetch_num_threads=5,
+        prefetch_block_bytes=4 << 20,
         queue_depth=4,
         chunk_bytes=2 << 20,
         staging_bytes=1 << 30,
@@ -85,6 +91,8 @@ def test_sizes_take_binary_suffixes(text: str, expected: int) -> None:
     [
         ("backend", "uring"),
         ("strategy", "Direct"),
+        ("prefetch_num_threads", "0"),
+        ("prefetch_block_bytes", "4KiB"),
         ("queue_depth", "0"),
         ("queue_depth", "many"),
         ("queue_depth", "4.0"),
@@ -114,6 +122,8 @@ def test_a_bad_variable_is_named_with_what_is_accepted(name: str, text: str) -> 
     [
         ("backend", "mmap"),
         ("strategy", 1),
+        ("prefetch_num_threads", True),
+        ("prefetch_block_bytes", 0),
         ("queue_depth", True),
         ("queue_depth", 4.0),
         ("queue_depth", 4097),
@@ -137,6 +147,31 @@ def test_a_chunk_has_to_fit_into_staging() -> None:
         LoadConfig(chunk_bytes=8 << 20).resolve({"WEIGHTLIFT_STAGING_BYTES": "4MiB"})
 
 
+NEVER_PREFETCHING = ["direct", "buffered", "lazy", "eager", "torchao"]
+
+
+@pytest.mark.parametrize("strategy", NEVER_PREFETCHING)
+@pytest.mark.parametrize(("name", "value"), [("prefetch_num_threads", 8), ("prefetch_block_bytes", 16 << 20)])
+def test_how_to_prefetch_excludes_strategies_that_do_not(strategy: Any, name: str, value: int) -> None:
+    variable = environment_variable(name)
+    for arguments, environment, names in [
+        ({"strategy": strategy, name: value}, {}, ("LoadConfig.strategy", f"LoadConfig.{name}")),
+        ({name: value}, {"WEIGHTLIFT_STRATEGY": strategy}, ("WEIGHTLIFT_STRATEGY", f"LoadConfig.{name}")),
+        ({}, {"WEIGHTLIFT_STRATEGY": strategy, variable: str(value)}, ("WEIGHTLIFT_STRATEGY", variable)),
+    ]:
+        with pytest.raises(ValueError, match="exclude each other") as caught:
+            LoadConfig(**arguments).resolve(environment)  # type: ignore[arg-type]
+        assert f"{names[0]} is {strategy!r}" in str(caught.value)
+        assert f"{names[1]} is {value}" in str(caught.value)
+    # What the environment says is for all loads, and this one has its own strategy.
+    assert LoadConfig(strategy=strategy).resolve({variable: str(value)}).strategy == strategy
+
+
+@pytest.mark.parametrize("strategy", ["auto", "prefetch"])
+def test_how_to_prefetch_goes_with_strategies_that_may(strategy: Any) -> None:
+    assert LoadConfig(strategy=strategy, prefetch_num_threads=2).resolve({}).prefetch_num_threads == 2
+
+
 def test_a_config_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LoadConfig().queue_depth = 3  # type: ignore[misc]
@@ -148,6 +183,9 @@ def test_automatic_values_are_those_that_programs_use() -> None:
     assert format_bytes(storage.CHUNK_UNIT).replace(".00", "") in OPTIONS["chunk_bytes"].effect
     assert OPTIONS["merge_gap_bytes"].automatic == format_bytes(storage.MERGE_GAP_BYTES).replace(".00", "")
     assert OPTIONS["num_threads"].automatic.endswith(f"at most {storage.MAX_THREADS}")
+    assert OPTIONS["prefetch_num_threads"].automatic == str(LoadConfig().resolve({}).prefetch_num_threads)
+    prefetch_block = format_bytes(LoadConfig().resolve({}).prefetch_block_bytes)
+    assert OPTIONS["prefetch_block_bytes"].automatic == prefetch_block.replace(".00", "")
 
 
 def test_every_field_is_described_and_resolved() -> None:

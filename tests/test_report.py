@@ -29,13 +29,14 @@ def report() -> LoadReport:
         ],
         fallbacks=["io_uring: refused by seccomp; allow io_uring_setup"],
         gaps=["qkv_proj.weight[512:768]"],
+        skipped={f"layers.{i}.rotary_emb.inv_freq": "computed by the model" for i in range(32)},
     )
 
 
 def test_the_summary_is_one_line_that_says_what_matters(report: LoadReport) -> None:
     assert report.summary() == (
         "Loaded 2.00 GiB in 1.00 s (2.00 GiB/s) reader=mixed strategy=direct tensors=3 over_read=1.000 "
-        "missing=1 gaps=1 fallbacks=1"
+        "missing=1 skipped=32 gaps=1 fallbacks=1"
     )
 
 
@@ -44,6 +45,22 @@ def test_the_table_shows_every_file_key_gap_and_fallback(report: LoadReport) -> 
     assert text.startswith(report.summary())
     for part in ("a.safetensors", "io_uring was refused", "lm_head.bias", "qkv_proj.weight[512:768]", "seccomp"):
         assert part in text
+
+
+def test_the_table_folds_layers_and_tells_the_rule_of_what_was_skipped(report: LoadReport) -> None:
+    report.missing_keys = [f"layers.{i}.norm.weight" for i in (0, 1, 2, 5)]
+    report.skipped["head\n.bias"] = "not wanted"
+    lines = str(report).splitlines()
+    assert "  missing     layers.{0-2,5}.norm.weight (4)" in lines
+    assert "  skipped     layers.{0-31}.rotary_emb.inv_freq (32): computed by the model" in lines
+    assert r"  skipped     'head\n.bias': not wanted" in lines
+
+
+def test_the_dict_has_every_name(report: LoadReport) -> None:
+    document = json.loads(json.dumps(report.to_dict()))
+    assert len(document["skipped"]) == 32
+    assert document["skipped"]["layers.7.rotary_emb.inv_freq"] == "computed by the model"
+    assert document["double_writes"] == []
 
 
 def test_the_dict_goes_through_json(report: LoadReport) -> None:

@@ -18,7 +18,10 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 Backend = Literal["auto", "io_uring", "pread"]
-Strategy = Literal["auto", "direct", "buffered"]
+Strategy = Literal["auto", "direct", "buffered", "lazy", "eager", "prefetch", "torchao"]
+
+# Strategies that may read files into the page cache ahead of the load.
+_PREFETCHING = ("auto", "prefetch")
 
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(?:iB)?|B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": KiB, "M": MiB, "G": GiB}
@@ -61,9 +64,9 @@ def _choice(choices: tuple[str, ...], effect: str, when: str) -> Option:
     return Option("auto", effect, when, accepted, str, lambda value: value in choices, "auto")
 
 
-def _count(automatic: str, effect: str, when: str, low: int, high: int) -> Option:
+def _count(automatic: str, effect: str, when: str, low: int, high: int, constant: int | None = None) -> Option:
     accepted = f"a whole number from {low} to {high}"
-    return Option(automatic, effect, when, accepted, int, lambda value: _is_integer(value, low, high))
+    return Option(automatic, effect, when, accepted, int, lambda value: _is_integer(value, low, high), constant)
 
 
 def _size(
@@ -112,8 +115,34 @@ class LoadConfig:
         Strategy | None,
         _choice(
             get_args(Strategy),
-            "Direct reads go from the device to memory (O_DIRECT); buffered reads go through the page cache.",
-            "buffered: processes of one machine read the same bytes; direct: to leave the page cache to others.",
+            "direct: from the device to memory (O_DIRECT). buffered, or lazy: through the page cache, on demand. "
+            "eager: each file is first read whole into the page cache. prefetch: threads read all files into it, ahead "
+            "of the load. torchao: `iter_weights` puts torchao's flattened tensors together. auto: direct for what is "
+            "not cached; prefetch on a network file system where all fits into 90 % of the memory available.",
+            "buffered: processes of one machine read the same bytes; direct: to leave the page cache to others; "
+            "prefetch, eager: storage that is slow at small or scattered reads.",
+        ),
+    ] = None
+    prefetch_num_threads: Annotated[
+        int | None,
+        _count(
+            "8",
+            "Files that prefetch reads at a time, a thread each.",
+            "Raise it on network storage that serves many files at once better than one.",
+            1,
+            1024,
+            constant=8,
+        ),
+    ] = None
+    prefetch_block_bytes: Annotated[
+        int | None,
+        _size(
+            "16 MiB",
+            "Bytes of a file that prefetch asks for at a time.",
+            "Raise it on network storage with high latency.",
+            64 * KiB,
+            GiB,
+            constant=16 * MiB,
         ),
     ] = None
     queue_depth: Annotated[
@@ -200,12 +229,26 @@ class LoadConfig:
         """
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
+        given: dict[str, str] = {}  # what somebody decided, and where
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if value is None:
-                value = _from_environment(environment_variable(name), option, environment)
+            if value is not None:
+                given[name] = f"LoadConfig.{name}"
+            else:
+                variable = environment_variable(name)
+                value = _from_environment(variable, option, environment)
+                if value is not None:
+                    given[name] = variable
             values[name] = option.constant if value is None else value
         resolved = ResolvedConfig(**values)
+        if resolved.strategy not in _PREFETCHING:
+            for name in ("prefetch_num_threads", "prefetch_block_bytes"):
+                # The environment's may be there for other loads than this one, whose strategy is an argument.
+                if name in given and (getattr(self, name) is not None or self.strategy is None):
+                    raise ValueError(
+                        f"{given['strategy']} is {resolved.strategy!r}, which never prefetches, and {given[name]} is "
+                        f"{values[name]}: they exclude each other; leave one out, or use strategy 'prefetch'"
+                    )
         if resolved.chunk_bytes is not None and resolved.chunk_bytes > resolved.staging_bytes:
             raise ValueError(
                 f"chunk_bytes is {resolved.chunk_bytes}, which is more than staging_bytes {resolved.staging_bytes}: "
@@ -225,6 +268,8 @@ class ResolvedConfig:
 
     backend: Backend
     strategy: Strategy
+    prefetch_num_threads: int
+    prefetch_block_bytes: int
     queue_depth: int | None
     chunk_bytes: int | None
     staging_bytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from ._logging import bad_setting, logger
 from .checkpoint import locate
-from .config import LoadConfig
+from .config import LoadConfig, ResolvedConfig
 from .entries import CheckpointFiles
 from .memory import allocate_like
 from .program import Program
@@ -24,8 +23,8 @@ from .tensor import CheckpointTensor
 from .watch import keep_doors, watching
 
 if TYPE_CHECKING:
-    PathLike = str | os.PathLike[str]
-    CheckpointPath = PathLike | Sequence[PathLike]
+    from .checkpoint import CheckpointPath as CheckpointPath
+    from .filters import Filter
 
 
 class Checkpoint(Mapping[str, CheckpointTensor]):
@@ -78,19 +77,48 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
     # ---- recording
 
     def __enter__(self) -> Checkpoint:
-        if self._program.recording:
-            raise RuntimeError("this checkpoint is recording already; its `with` blocks cannot be nested")
-        if self._program.closed:
-            raise RuntimeError("this checkpoint has been closed; open it again")
-        self._start(hold_seconds=0.0, watch=self._watches)
+        self._block.enter_context(self.recording())
         return self
 
-    def _start(self, *, hold_seconds: float, watch: bool) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._block.__exit__(kind, error, traceback)
+        finally:
+            self.close()
+
+    @contextlib.contextmanager
+    def recording(self, *, hold_seconds: float = 0.0, watch: bool | None = None) -> Iterator[None]:
+        """A block like that of the checkpoint itself, which leaves it open: its tensors can be used afterwards.
+
+        Args:
+            hold_seconds: for so long nothing is read, unless someone needs values.
+            watch: instead of what the checkpoint was opened with.
+
+        Raises:
+            RuntimeError: it is recording already, or closed.
+        """
+        program = self._program
+        if program.recording:
+            raise RuntimeError("this checkpoint is recording already; its `with` blocks cannot be nested")
+        if program.closed:
+            raise RuntimeError("this checkpoint has been closed; open it again")
         self._started = time.perf_counter()
-        self._waited = self._program.wait_seconds
-        self._program.start_recording(hold_seconds=hold_seconds)
-        if watch:
-            self._block.enter_context(watching(self._program))
+        self._waited = program.wait_seconds
+        program.start_recording(hold_seconds=hold_seconds)
+        try:
+            with watching(program) if (self._watches if watch is None else watch) else contextlib.nullcontext():
+                try:
+                    yield
+                finally:
+                    self._recorded = self.seconds_of_recording()
+                self.run()
+        except BaseException:
+            program.abort()
+            raise
+        finally:
+            program.recording = False
 
     def run(self) -> None:
         """Carries out what is recorded, and returns when it has landed.
@@ -101,21 +129,7 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
         """
         self._program.run()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._recorded = self._seconds_of_recording()
-            if kind is None:
-                self.run()
-        finally:
-            self._block.close()
-            self._program.recording = False
-            if kind is not None:
-                self._program.abort()
-            self.close()
-
-    def _seconds_of_recording(self) -> float:
+    def seconds_of_recording(self) -> float:
         return time.perf_counter() - self._started - (self._program.wait_seconds - self._waited)
 
     def close(self) -> None:
@@ -126,18 +140,26 @@ class Checkpoint(Mapping[str, CheckpointTensor]):
     def report(self) -> LoadReport:
         """What was done so far."""
         report = LoadReport()
-        recorded = self._seconds_of_recording() if self._program.recording else self._recorded
+        recorded = self.seconds_of_recording() if self._program.recording else self._recorded
         report.seconds = {"header": self._header_seconds, "record": recorded}
         self._program.fill_report(report)
         report.seconds["total"] = sum(report.seconds.values())
         return report
 
 
-def open_checkpoint(path: CheckpointPath, *, config: LoadConfig | None = None, watch: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path: CheckpointPath,
+    *,
+    filters: Sequence[Filter | None] = (),
+    config: LoadConfig | None = None,
+    watch: bool = True,
+) -> Checkpoint:
     """Opens a checkpoint for recording.
 
     Args:
-        path: a safetensors file, a folder of shards (its index is respected), an index json, or a list of files.
+        path: as for `locate`: a file, a folder of shards (its index is respected), an index json, a list of files, the
+            id of a repository on a hub, or a CheckpointSource, which can say more.
+        filters: each gives the rule by which a tensor of that name is not wanted, or None; such a tensor is not there.
         config: how to read; see LoadConfig.
         watch: whether, inside `with`, every torch op of the thread is looked at, so that none can see a parameter whose
             copy has not run yet. False is cheaper: the caller then promises not to look before `run()`.
@@ -153,14 +175,31 @@ def open_checkpoint(path: CheckpointPath, *, config: LoadConfig | None = None, w
         >>> with weightlift.open_checkpoint(folder) as checkpoint:
         ...     head.copy_(checkpoint["lm_head.weight"][:16])
     """
+    resolved = resolved_config(config)
+    if resolved.strategy == "torchao":
+        raise ValueError(
+            "strategy is 'torchao', with which tensors are put together from several of the files: only iter_weights() "
+            "does that; use it, or another strategy"
+        )
+    return open_files(path, filters=filters, config=resolved, watch=watch)
+
+
+def resolved_config(config: LoadConfig | None) -> ResolvedConfig:
+    """The settings in force. Raises TypeError, and ValueError as `LoadConfig.resolve`."""
     if config is not None and not isinstance(config, LoadConfig):
         raise TypeError(f"config: expected a LoadConfig, found {type(config).__name__}")
-    resolved = (config or LoadConfig()).resolve()
+    return (config or LoadConfig()).resolve()
+
+
+def open_files(
+    path: CheckpointPath, *, filters: Sequence[Filter | None], config: ResolvedConfig, watch: bool
+) -> Checkpoint:
+    """`open_checkpoint` for those who have settled how to read."""
     if problem := bad_setting():
-        warnings.warn(problem, stacklevel=2)
+        warnings.warn(problem, stacklevel=3)
     started = time.perf_counter()
-    files = locate(path)
-    program = Program(files, resolved)
+    files = locate(path, filters=filters)
+    program = Program(files, config)
     return Checkpoint(files, program, watch=watch, header_seconds=time.perf_counter() - started)
 
 
@@ -181,7 +220,8 @@ def load_file(
 
     Returns:
         Name to tensor, in the order of the files. The tensors are the caller's. Large ones of one shard share one
-        allocation, which is freed with the last of them.
+        allocation, which is freed with the last of them. Tensors that a file of `torch.save` holds once under several
+        names share memory, as after `torch.load`; views that overlap otherwise are copies of their own.
 
     Raises:
         CheckpointError: as `open_checkpoint`.
@@ -189,12 +229,18 @@ def load_file(
     """
     target = torch.device(device)
     with open_checkpoint(path, config=config, watch=False) as checkpoint:
-        tensors = allocate_like(checkpoint.files, target)
-        with progress_bar(checkpoint, progress):
-            for name, tensor in tensors.items():
-                checkpoint._program.record(tensor, checkpoint[name])
-            checkpoint.run()
+        tensors = read_all(checkpoint, target, progress=progress)
     logger.info("%s", checkpoint.report.summary())
+    return tensors
+
+
+def read_all(checkpoint: Checkpoint, device: torch.device, *, progress: bool = False) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint that is recording, as `load_file` returns them."""
+    tensors = allocate_like(checkpoint.files, device)
+    with progress_bar(checkpoint, progress):
+        for name, tensor in tensors.items():
+            checkpoint._program.record_whole(tensor, name)
+        checkpoint.run()
     return tensors
 
 

@@ -17,6 +17,7 @@ import torch
 from . import _C
 from ._logging import logger
 from .config import MiB, ResolvedConfig
+from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
 from .storage import failure, file_report, make_pipeline, max_open_files
@@ -24,7 +25,7 @@ from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage
 from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
-    from .entries import CheckpointFiles, TensorEntry
+    from .entries import CheckpointFiles, Shard, TensorEntry
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
@@ -79,7 +80,9 @@ class Program:
         # The memory of destinations, with its address and size. Held until all has landed, so that it can't be freed or
         # used again.
         self._waiting_memory: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-        self._started_memory: list[dict[int, tuple[torch.UntypedStorage, int, int]]] = []
+        # Of what has been started, with the last segment that writes to it.
+        self._started_memory: list[tuple[int, dict[int, tuple[torch.UntypedStorage, int, int]]]] = []
+        self._last_segment = -1
         # Tensors that are being read into on the spot. One stays here when Ctrl-C ends the wait for it.
         self._reading: dict[int, torch.Tensor] = {}
         self._labels: dict[int, int] = {}  # segment -> its batch in the ledger
@@ -88,6 +91,7 @@ class Program:
         self._open_files: dict[int, int] = {}  # segment -> how many files are open for it
         self._last_file = -1
         self._hold_until = 0.0
+        self._read_ahead: ReadAhead | None = None  # from the first read on
         self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
@@ -139,8 +143,20 @@ class Program:
         self._record(dst, src)
         return dst
 
+    def record_whole(self, dst: torch.Tensor, name: str) -> None:
+        """Copies a tensor of the checkpoint into one of the same shape and strides, which nobody else uses yet.
+
+        Unlike `record`, also into tensors that overlap themselves; the memory between their elements is written too.
+        """
+        entry = self.files.tensors[name]
+        src = self.tensor(name)
+        if entry.strides is not None:
+            src = CheckpointTensor.of_span(src._source)
+            dst = dst.as_strided(src._shape, (1,))
+        self.record(dst, src)
+
     def _record(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
-        if src._pieces is not None and dst.shape == src._shape and src._source.real is None:
+        if src._pieces is not None and dst.shape == src._shape and src._source.real is None and not _repeats(dst):
             start = 0
             for piece in src._pieces:
                 size = piece._shape[src._dim]
@@ -264,6 +280,7 @@ class Program:
         self._check_destinations()
         for label in self._ledger.batches_of(ids):
             self._wait_for_label(label)
+        self._before_reading(self._sources[id].shard for id in ids)
         for batch in self._ledger.start_only(ids):
             self._forced.update(self._sources[id].name for id in batch.ids())
             self._wait(self._submit(batch, urgent=True))
@@ -310,6 +327,7 @@ class Program:
             values.stride(),
             tuple(values.shape),
         )
+        self._before_reading((source.entry.shard,))
         self._sources.append(source.entry)
         self._reading[id(values)] = values
         self._wait(self._submit(batch, urgent=True))
@@ -331,13 +349,47 @@ class Program:
                 raise self._failed
             started = time.perf_counter()
             self._start_segment()
-            for segment in list(self._labels):
-                self._wait(segment)
-            self._started_memory.clear()
+            self._wait_up_to(self._last_segment)
             self.wait_seconds += time.perf_counter() - started
+
+    def start(self) -> int:
+        """Starts to carry out all that is recorded, and returns at once: a number for `finish`."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            self._start_segment()
+            return self._last_segment
+
+    def finish(self, started: int) -> None:
+        """Returns when what `start` gave this number for has landed, and all that was started before.
+
+        Raises:
+            CheckpointReadError: as `run`.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            begun = time.perf_counter()
+            self._wait_up_to(started)
+            self.wait_seconds += time.perf_counter() - begun
+
+    def _wait_up_to(self, last: int) -> None:
+        for segment in list(self._labels):
+            if segment <= last:
+                self._wait(segment)
+        self._started_memory = [(segment, memory) for segment, memory in self._started_memory if segment > last]
+
+    def _before_reading(self, shards: Iterable[Shard]) -> None:
+        """What the strategy does before tensors of these are read."""
+        if self._read_ahead is None:
+            wanted = {id(entry.shard) for entry in self.files.tensors.values()}
+            self._read_ahead = ReadAhead(self.config, [shard for shard in self.files.shards if id(shard) in wanted])
+        self._read_ahead.before(shards)
 
     def _start_segment(self) -> None:
         self._check_destinations()
+        if self._waiting_files:
+            self._before_reading(self.files.shards[file] for file in sorted(self._waiting_files))
         while self._open_files and sum(self._open_files.values()) + len(self._waiting_files) > self._max_open_files:
             self._wait(next(iter(self._open_files)))
         for batch in self._ledger.start():
@@ -345,17 +397,19 @@ class Program:
             if segment in self._labels:
                 self._open_files[segment] = len(self._waiting_files)
         self._waiting_files.clear()
-        self._started_memory.append(self._waiting_memory)
+        self._started_memory.append((self._last_segment, self._waiting_memory))
         self._waiting_memory = {}
 
     def _submit(self, batch: _C.Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         try:
             if self._pipeline is None:
-                self._pipeline = make_pipeline(self.config, self.files.shards)
+                assert self._read_ahead is not None
+                self._pipeline = make_pipeline(self.config, self.files.shards, self._read_ahead.reader)
             segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
             raise
+        self._last_segment = segment
         if batch.label >= 0:
             self._labels[segment] = batch.label
         self._note_landed()
@@ -421,6 +475,7 @@ class Program:
             self._waiting_files.clear()
             self._waiting_memory = {}
             self._started_memory.clear()
+            self._last_segment = -1
             self._reading.clear()
 
     def _end(self, failure: Exception) -> Exception:
@@ -435,6 +490,8 @@ class Program:
         """Ends threads, closes files, lets go of destinations. What was not run is dropped."""
         if not self.closed:
             self.abort()
+            if self._read_ahead is not None:
+                self._read_ahead.close()
             self.closed = True
             self._small.clear()
             self._failed = None  # its traceback holds the frames of the caller, and so the model
@@ -482,14 +539,20 @@ class Program:
         gaps, doubles = self._ledger.coverage(begin, end - begin)
         return [(a - begin, b - begin) for a, b in gaps], [(a - begin, b - begin) for a, b in doubles]
 
+    def used_tensors(self) -> set[str]:
+        """Names of the checkpoint's tensors that were copied from or looked at."""
+        return self._used.union(entry.name for entry in self._sources)
+
     def fill_report(self, report: LoadReport) -> None:
         """Adds what the program did."""
         files: dict[str, FileReport] = {}
         runs = [*self._past, *([self._pipeline.stats()] if self._pipeline is not None else [])]
-        report.num_tensors = len(self._used.union(entry.name for entry in self._sources))
+        report.num_tensors = len(self.used_tensors())
         report.num_dropped = self._num_dropped + self._ledger.num_dropped
         report.num_forced = len(self._forced)
         report.seconds["wait"] = self.wait_seconds
+        if self._read_ahead is not None:
+            report.strategy_notes += self._read_ahead.notes
         for stats in runs:
             for field in ("num_transfers", "bytes_needed", "bytes_read", "in_place_bytes"):
                 setattr(report, field, getattr(report, field) + stats[field])
@@ -502,6 +565,11 @@ class Program:
                     if files.setdefault(shard.path, part) is not part:  # a pipeline was aborted, another went on
                         files[shard.path].bytes_read += part.bytes_read
         report.files += files.values()
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether elements are the same memory, as torch sees that: such a tensor can't be written."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_copy(dst: torch.Tensor, src: CheckpointTensor) -> None:

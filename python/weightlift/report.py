@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import printable
+from .names import fold
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -41,6 +43,7 @@ class LoadReport:
     Attributes:
         missing_keys, unexpected_keys: as in ``nn.Module.load_state_dict``: names that only the model, or only the
             checkpoint, has.
+        skipped: names of tensors of the checkpoint that were not wanted, each with the rule that says so.
         num_tensors: tensors of the checkpoint that the load used.
         num_transfers: copies that were recorded and carried out, and reads of values on the spot.
         num_dropped: recorded copies that were never carried out, because later ones overwrote all they would write.
@@ -53,6 +56,7 @@ class LoadReport:
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
         files: one entry for each file that was read; where reading was aborted and went on, in the words of its start.
+        strategy_notes: whether files were prefetched into the page cache, and why or why not.
         fallbacks: each thing that was wanted and could not be had, with cause and remedy.
         gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]". Of `fast_load` alone, which
             knows the parameters; and so are double_writes.
@@ -61,6 +65,7 @@ class LoadReport:
 
     missing_keys: list[str] = dataclasses.field(default_factory=list)
     unexpected_keys: list[str] = dataclasses.field(default_factory=list)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     num_tensors: int = 0
     num_transfers: int = 0
     num_dropped: int = 0
@@ -72,6 +77,7 @@ class LoadReport:
     in_place_bytes: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     files: list[FileReport] = dataclasses.field(default_factory=list)
+    strategy_notes: list[str] = dataclasses.field(default_factory=list)
     fallbacks: list[str] = dataclasses.field(default_factory=list)
     gaps: list[str] = dataclasses.field(default_factory=list)
     double_writes: list[str] = dataclasses.field(default_factory=list)
@@ -95,14 +101,16 @@ class LoadReport:
             line += f" reader={_one_or_mixed(file.reader for file in self.files)}"
             line += f" strategy={_one_or_mixed(file.strategy for file in self.files)}"
         line += f" tensors={self.num_tensors} over_read={self.over_read:.3f}"
-        for label, entries in (
-            ("missing", self.missing_keys),
-            ("unexpected", self.unexpected_keys),
-            ("gaps", self.gaps),
-            ("fallbacks", self.fallbacks),
+        for label, count in (
+            ("missing", len(self.missing_keys)),
+            ("unexpected", len(self.unexpected_keys)),
+            ("skipped", len(self.skipped)),
+            ("gaps", len(self.gaps)),
+            ("twice", len(self.double_writes)),
+            ("fallbacks", len(self.fallbacks)),
         ):
-            if entries:
-                line += f" {label}={len(entries)}"
+            if count:
+                line += f" {label}={count}"
         return line
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,15 +131,32 @@ class LoadReport:
             f"  file        {printable(f.path)}: {format_bytes(f.bytes_read)} by {f.reader}, {f.strategy}: {f.reason}"
             for f in self.files
         ]
-        for label, entries in (
+        lines += [f"  strategy    {printable(note)}" for note in self.strategy_notes]
+        for label, names in (
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
             ("gap", self.gaps),
             ("twice", self.double_writes),
-            ("fallback", self.fallbacks),
         ):
-            lines += [f"  {label:<11} {printable(entry)}" for entry in entries]
+            lines += [f"  {label:<11} {line}" for line in folded_lines(names)]
+        lines += [f"  skipped     {line}" for line in skipped_lines(self.skipped)]
+        lines += [f"  fallback    {printable(entry)}" for entry in self.fallbacks]
         return "\n".join(lines)
+
+
+def folded_lines(names: Iterable[str]) -> list[str]:
+    """A line for each pattern of names: `layers.{0-31}.norm.weight (32)`."""
+    return [printable(pattern) + (f" ({count})" if count > 1 else "") for pattern, count in fold(names)]
+
+
+def skipped_lines(skipped: Mapping[str, str]) -> list[str]:
+    """The same of names by rule: `layers.{0-31}.rotary_emb.inv_freq (32): computed by the model`."""
+    names_by_rule: defaultdict[str, list[str]] = defaultdict(list)
+    for name, rule in skipped.items():
+        names_by_rule[rule].append(name)
+    return [
+        f"{line}: {printable(rule)}" for rule, names in sorted(names_by_rule.items()) for line in folded_lines(names)
+    ]
 
 
 def _one_or_mixed(values: Iterable[str]) -> str:

@@ -31,12 +31,12 @@ MAX_THREADS = 8
 _MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 
 
-def make_pipeline(config: ResolvedConfig, shards: Sequence[Shard]) -> _C.Pipeline:
-    """A pipeline for these files: what the user decided, and defaults for the rest."""
+def make_pipeline(config: ResolvedConfig, shards: Sequence[Shard], strategy: str) -> _C.Pipeline:
+    """A pipeline for these files: what the user decided, and defaults for the rest. `strategy` is the core's."""
     num_threads = config.num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
     chunk_bytes = min(config.chunk_bytes or CHUNK_BYTES, config.staging_bytes)
     pipeline = _C.Pipeline(
-        strategy=config.strategy,
+        strategy=strategy,
         backend=config.backend,
         queue_depth=config.queue_depth or QUEUE_DEPTH,
         num_threads=num_threads,
