@@ -39,8 +39,101 @@ def test_inspect_shows_shards_dtypes_and_sizes(checkpoint: Path, capsys: Output)
     assert "4 tensors" in out.splitlines()[0]
     assert "2 shards" in out.splitlines()[0]
     assert "bfloat16" in out
-    assert "model-00002-of-00002.safetensors" in out
-    assert "a.weight" not in out
+    assert "by model.safetensors.index.json" in out.splitlines()[0]
+    assert "  model-00002-of-00002.safetensors: 2 tensors, 164 B" in out.splitlines()
+
+
+def test_inspect_folds_layers(tmp_path: Path, write_checkpoint: Any, capsys: Output) -> None:
+    tensors = {f"layers.{i}.w": torch.zeros(4, 2) for i in range(12)} | {
+        "layers.12.w": torch.zeros(3),
+        "a": torch.ones(1),
+    }
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    assert main(["inspect", str(folder)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["a", "layers.{0-11}.w", "layers.12.w"]
+    assert rows[1] == ["layers.{0-11}.w", "(12)", "float32", "[4,", "2]", "384", "B"]
+    assert main(["inspect", "--json", str(folder)]) == 0
+    names = json.loads(capsys.readouterr().out)["names"]
+    assert sum(entry["num_tensors"] for entry in names) == 14
+    assert sum(entry["bytes"] for entry in names) == 12 * 32 + 12 + 4
+
+
+def test_inspect_shows_tied_tensors(tmp_path: Path, capsys: Output) -> None:
+    embedding = torch.arange(12.0).view(4, 3)
+    torch.save({"embed.weight": embedding, "head.weight": embedding, "part": embedding[:2]}, tmp_path / "model.bin")
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["format"], document["aliases"]) == ("torch.save", {"head.weight": "embed.weight"})
+    path = tmp_path / "model.safetensors"
+    save_file({"embed.weight": embedding}, path, metadata={"head.weight": "embed.weight", "format": "pt"})
+    assert main(["inspect", str(path)]) == 0
+    assert "  tied        head.weight to embed.weight" in capsys.readouterr().out.splitlines()
+
+
+def test_inspect_shows_a_broken_folder_as_far_as_it_goes(checkpoint: Path, capsys: Output) -> None:
+    (checkpoint / "model-00001-of-00002.safetensors").unlink()
+    assert main(["inspect", str(checkpoint)]) == 1
+    out = capsys.readouterr().out
+    assert "  problem     " in out
+    assert "2 tensors" in out.splitlines()[0]
+
+
+@pytest.fixture
+def everything(tmp_path: Path) -> Path:
+    """A folder as one finds it: the weights three times, a trainer's state, an adapter, other formats."""
+    folder = tmp_path / "everything"
+    (folder / "original").mkdir(parents=True)
+    tensors = {f"layers.{i}.w": torch.full((2, 2), float(i)) for i in range(4)}
+    for number, names in enumerate((("layers.0.w", "layers.1.w"), ("layers.2.w", "layers.3.w")), start=1):
+        save_file({name: tensors[name] for name in names}, folder / f"model-0000{number}-of-00002.safetensors")
+    weight_map = {name: f"model-0000{1 + i // 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    torch.save(tensors, folder / "pytorch_model.bin")
+    save_file(tensors, folder / "consolidated.safetensors")
+    save_file({"lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    torch.save({"state": torch.zeros(1)}, folder / "optimizer.pt")
+    torch.save({"lr": torch.zeros(1)}, folder / "training_args.bin")
+    for name in ("model.gguf", "config.json", "._model.safetensors", "original/consolidated.00.pth"):
+        (folder / name).write_bytes(b"{}")
+    return folder
+
+
+def test_inspect_says_why_each_other_file_is_not_read(everything: Path, capsys: Output) -> None:
+    assert main(["inspect", "--json", str(everything)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    index = "model.safetensors.index.json"
+    assert (document["num_tensors"], document["format"]) == (4, "safetensors")
+    assert document["index"] == str(everything / index)
+    assert document["ignored"] == {
+        "adapter_model.safetensors": f"not named by {index}",
+        "config.json": "not weights",
+        "consolidated.safetensors": f"not named by {index}",
+        "model.gguf": "GGUF, is not read",
+        "optimizer.pt": "state of training",
+        "original": "a subfolder",
+        "pytorch_model.bin": f"{index} comes first",
+        "training_args.bin": "state of training",
+    }
+    assert main(["inspect", str(everything)]) == 0
+    assert f"  ignored     pytorch_model.bin: {index} comes first" in capsys.readouterr().out.splitlines()
+
+
+def test_the_load_format_decides_what_is_read(everything: Path, capsys: Output) -> None:
+    for load_format, shard in (("pt", "pytorch_model.bin"), ("mistral", "consolidated.safetensors")):
+        (everything / "optimizer.pt").unlink(missing_ok=True)
+        assert main(["inspect", "--json", "--load-format", load_format, str(everything)]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [Path(entry["path"]).name for entry in document["shards"]] == [shard]
+        assert "model-00001-of-00002.safetensors" in document["ignored"]
+        assert main(["load", "--verify", "--json", "--load-format", load_format, str(everything)]) == 0
+        assert json.loads(capsys.readouterr().out)["verify"] == {"num_compared": 4, "different": []}
+
+
+def test_the_verify_command_passes_a_folder_with_everything(everything: Path, capsys: Output) -> None:
+    assert main(["verify", "--json", str(everything)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["problems"], document["warnings"]) == (True, [], [])
 
 
 def test_inspect_lists_tensors_when_asked(checkpoint: Path, capsys: Output) -> None:
@@ -74,7 +167,7 @@ def test_load_verifies_every_byte(checkpoint: Path, capsys: Output) -> None:
     assert main(["load", "--verify", str(checkpoint)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Loaded ")
-    assert "4 tensors, every byte equal" in out
+    assert "4 tensors, every byte as safetensors read it" in out
 
 
 def test_load_as_json_is_the_report(checkpoint: Path, capsys: Output) -> None:
@@ -140,7 +233,16 @@ def test_a_bad_checkpoint_as_json(tmp_path: Path, capsys: Output) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["inspect"], ["load", "x", "--strategy", "psychic"], ["load", "x", "--device", "abacus"]],
+    [
+        [],
+        ["fly"],
+        ["inspect"],
+        ["load", "x", "--strategy", "psychic"],
+        ["load", "x", "--device", "abacus"],
+        ["verify", "x", "--manifest", "a", "--write-manifest", "b"],
+        ["verify", "x", "--algorithm", "md5"],
+        ["inspect", "x", "--subfolder", "../y"],
+    ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], capsys: Output) -> None:
     assert main(arguments) == 2

@@ -1,4 +1,4 @@
-"""The command line: ``weightlift inspect`` and ``weightlift load``."""
+"""The command line: ``weightlift inspect``, ``weightlift load`` and ``weightlift verify``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NoReturn
 
 from weightlift._logging import bad_setting
 from weightlift._version import __version__
-from weightlift.cli import inspect, load
+from weightlift.cli import inspect, load, source, verify
 from weightlift.cli.errors import CommandError
 
 _EXIT_CODES = """\
 exit codes:
   0    all is well
-  1    the checkpoint cannot be read, is malformed, or --verify found a difference
+  1    the checkpoint cannot be read, is malformed, or verifying found a problem
   2    wrong usage: arguments, environment variables, a missing optional package
   130  interrupted
 
@@ -36,13 +36,13 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="weightlift",
-        description="Look at safetensors checkpoints, and load them as an inference engine would.",
+        description="Look at checkpoints, check them, and load them as an inference engine would.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"weightlift {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, load):
+    for module in (inspect, load, verify):
         command = commands.add_parser(
             module.NAME,
             help=module.HELP,
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("path", metavar="PATH", help="a .safetensors file, a folder, or an index json")
+        source.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -14,11 +14,17 @@ from .._logging import logger
 from ..config import LoadConfig
 from ..errors import listed
 from ..loading import Checkpoint, open_checkpoint, progress_bar
+from ..names import natural_key
+from ..program import Program
+from ..regions import is_dense
 from ..report import LoadReport
 from ..tensor import CheckpointTensor
+from .mapping import WeightsMapper
+from .placement import Order, Placement, Step
 from .reconcile import check_coverage, reconcile, weight_loader
 
 if TYPE_CHECKING:
+    from ..filters import Filter
     from ..loading import CheckpointPath
 
 
@@ -26,6 +32,9 @@ def fast_load(
     model: torch.nn.Module | Mapping[str, torch.Tensor],
     path: CheckpointPath,
     *,
+    mapper: WeightsMapper | None = None,
+    filters: Sequence[Filter | None] = (),
+    order: Order = "file",
     strict: bool = True,
     config: LoadConfig | None = None,
     progress: bool = False,
@@ -34,43 +43,58 @@ def fast_load(
 
     A parameter with a `weight_loader` attribute is handed over to it, `weight_loader(param, tensor)`, which cuts and
     copies what it wants; only that is read. Every other parameter takes its tensor whole, and decides device and dtype.
+    A module whose class has a `load_weights(weights)`, the model too, is given the (name, tensor) pairs, and says by
+    what it returns which of its parameters it loaded.
 
-    Parts that a `weight_loader` left unset, gaps, are looked for in dense parameters in CPU memory; of others, and of
-    those that their loader replaced, nothing is known. They are found before a byte is read where recording takes less
-    than `coverage_wait_seconds` and no loader looks at values. Else they are found when recording ends: parameters may
-    have been partly overwritten by then. Without a `weight_loader` there are none.
+    Parts that a `weight_loader` or `load_weights` left unset, gaps, are looked for in dense parameters in CPU memory;
+    of others, and of those that their loader replaced, nothing is known. They are found before a byte is read where
+    recording takes less than `coverage_wait_seconds` and no loader looks at values. Else they are found when recording
+    ends: parameters may have been partly overwritten by then. Without such loaders there are none.
+
+    Of a tied parameter, which a module has under several names, the checkpoint needs one. Where it has more, and they
+    differ, each name gets a parameter of its own, and a warning says so.
 
     Args:
         model: a module, its parameters allocated (not on the meta device), whose `state_dict(keep_vars=True)` gives its
             own parameters and buffers; or a mapping from names to tensors.
         path: as for `open_checkpoint`.
+        mapper: from the checkpoint's names to the model's. Where it gives a shard id, the loader is called as
+            `weight_loader(param, tensor, shard_id)`. The rules of the model's `quant_config` come before it.
+        filters: as for `open_checkpoint`.
+        order: in which order loaders are called: "file", as the tensors lie in the files, which reads fastest; or
+            "module", that of the model's parameters.
         strict: whether names that only one side has, and parts of parameters that nothing fills, are errors. Else they
             are in the report. A tensor whose size does not fit is an error in any case.
         config: how to read; see LoadConfig.
         progress: shows a bar on stderr.
 
     Returns:
-        What was done: see LoadReport.
+        What was done: see LoadReport. What is not wanted (by filters, rules to None, another pipeline stage, a
+        `load_weights` that does not use it) is in `report.skipped`.
 
     Raises:
         CheckpointMismatchError: checkpoint and model do not fit. All differences of names and sizes are one error,
-            before a byte is read; gaps are another, see above.
+            before a byte is read; gaps, and what a `load_weights` did not load, are another, see above.
         CheckpointError: a file is missing, unreadable or malformed, or storage failed. In the latter case
             `error.incomplete` names what was not loaded.
         TypeError: `model` is neither, or its state dict holds something else than its own tensors.
-        Whatever a `weight_loader` raises.
+        ValueError: `order` is neither.
+        Whatever a `weight_loader` or `load_weights` raises.
 
     Example:
         >>> report = weightlift.fast_load(model, folder)
         >>> report.missing_keys
         []
     """
+    if order not in get_args(Order):
+        raise ValueError(f"order is {order!r}; accepted is {' or '.join(map(repr, get_args(Order)))}")
     started = time.perf_counter()
     targets = _targets(model)
-    checkpoint = open_checkpoint(path, config=config)
+    placement = Placement(model, targets, mapper)
+    checkpoint = open_checkpoint(path, filters=(*filters, placement.rule_of), config=config)
     try:
-        report = reconcile(model, targets, checkpoint, path, strict=strict)
-        _load(model, targets, checkpoint, report, strict=strict, progress=progress)
+        placement.settle(checkpoint, order)
+        report = _load(model, targets, placement, checkpoint, path, strict=strict, progress=progress)
     finally:
         checkpoint.close()
     report.seconds["total"] = time.perf_counter() - started
@@ -105,60 +129,104 @@ def _is_extra_state(name: str) -> bool:
 
 
 def _load(
-    model: Any,
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
     targets: dict[str, torch.Tensor],
+    placement: Placement,
     checkpoint: Checkpoint,
-    report: LoadReport,
+    path: CheckpointPath,
     *,
     strict: bool,
     progress: bool,
-) -> None:
-    program = checkpoint._program
-    names = [name for name in checkpoint if name in targets]
-    cut = [name for name in names if weight_loader(targets[name]) is not None]
-    program.name_destinations(targets.items())
+) -> LoadReport:
+    program, steps = checkpoint._program, placement.steps
+    direct = {step.route.name: step.route.target for step in steps if step.route.target is not None}
+    cut = {name for name, target in direct.items() if weight_loader(target) is not None}
+    owned, has_owners = placement.owned, bool(placement.owners)
+
+    def compare(loaded: Collection[str], *, strict: bool) -> LoadReport:
+        return reconcile(
+            model,
+            targets,
+            loaded,
+            unexpected=placement.unexpected,
+            skipped=placement.skipped,
+            mismatched=placement.mismatched,
+            path=path,
+            hint=placement.hint,
+            strict=strict,
+        )
+
+    # What modules that load themselves will not have loaded is known afterwards.
+    report = compare(direct.keys() | owned, strict=strict)
+    program.name_destinations({**targets, **direct}.items())
     program.track_coverage()
-    # Whole tensors are known to cover their parameters. What weight loaders do is known when they have run: until then,
+    # Whole tensors are known to cover their parameters. What other loaders do is known when they have run: until then,
     # but not for long, reading waits, so that a gap is found before it.
-    hold_seconds = program.config.coverage_wait_seconds if cut else 0.0
+    looks = bool(cut) or has_owners
     with contextlib.ExitStack() as block:
         block.enter_context(progress_bar(checkpoint, progress))
         block.enter_context(torch.no_grad())
-        block.enter_context(_recording(checkpoint, hold_seconds, watch=bool(cut)))
-        for name in names:
-            target, tensor = targets[name], checkpoint[name]
-            loader = weight_loader(target)
-            if loader is not None:
-                loader(target, tensor)
-            else:
-                # Not `target.copy_(tensor)`: the first op that torch hands to a tensor subclass costs half a second, in
-                # which it imports torch.distributed.tensor.
-                program.record(target, tensor)
-        report.seconds["record"] = checkpoint._seconds_of_recording()
+        block.enter_context(
+            checkpoint.recording(hold_seconds=program.config.coverage_wait_seconds if looks else 0.0, watch=looks)
+        )
+        waiting = iter(steps)
+        told = placement.load((step, _tensor(checkpoint, step)) for step in waiting)
+        seconds = checkpoint.seconds_of_recording()
+        if has_owners:
+            placement.unexpected += [step.source for step in waiting]  # what the model's own loader did not ask for
+            _note_unused(placement, program)
+            loaded = _written(targets, owned, program) if told is None else told & owned
+            # As in engines, whose own buffers need not be in a checkpoint.
+            buffers = {name for name in owned if not isinstance(targets[name], torch.nn.Parameter)}
+            report = compare(direct.keys() | loaded | buffers, strict=False)
+            cut |= loaded
+        report.seconds["record"] = seconds
         # One that its loader replaced, `module.weight = Parameter(tensor)`, is as the loader wants it.
         kept = _targets(model) if cut else {}
-        filled = {name: targets[name] for name in cut if kept.get(name) is targets[name]}
-        check_coverage(model, filled, program, report, strict=strict)
+        filled: dict[int, str] = {}  # tied parameters once
+        for name, target in targets.items():
+            if name in cut and kept.get(name) is target:
+                filled.setdefault(id(target), name)
+        check_coverage(
+            model, {name: targets[name] for name in filled.values()}, program, report, path=path, strict=strict
+        )
         program.run()
         if isinstance(model, torch.nn.Module):
-            _land_leftovers(model)
+            land_leftovers(model)
+            placement.settle_ties()
+    report.skipped = {name: placement.skipped[name] for name in sorted(placement.skipped, key=natural_key)}
     report.seconds["header"] = checkpoint._header_seconds
     program.fill_report(report)
+    return report
 
 
-@contextlib.contextmanager
-def _recording(checkpoint: Checkpoint, hold_seconds: float, *, watch: bool) -> Iterator[None]:
-    checkpoint._start(hold_seconds=hold_seconds, watch=watch)
-    try:
-        yield
-    except BaseException:
-        checkpoint._program.abort()
-        raise
-    finally:
-        checkpoint._block.close()
+def _tensor(checkpoint: Checkpoint, step: Step) -> CheckpointTensor:
+    tensor = checkpoint[step.source]
+    if step.shard_id is not None:
+        tensor.shard_id = step.shard_id  # type: ignore[attr-defined]
+    return tensor
 
 
-def _land_leftovers(model: torch.nn.Module) -> None:
+def _note_unused(placement: Placement, program: Program) -> None:
+    """Reports what modules that load themselves were given and did not use."""
+    used = program.used_tensors().union(placement.unexpected)
+    for step in placement.steps:
+        if step.route.owner is not None and step.source not in used:
+            placement.skipped[step.source] = "not used by load_weights"
+
+
+def _written(targets: Mapping[str, torch.Tensor], names: Iterable[str], program: Program) -> set[str]:
+    """Those of which a part is written, as far as can be known."""
+    written = set()
+    for name in names:
+        target = targets[name]
+        known = target.device.type == "cpu" and target.numel() and is_dense(target)
+        if not known or program.coverage(target)[0] != [(0, target.nbytes)]:
+            written.add(name)
+    return written
+
+
+def land_leftovers(model: torch.nn.Module) -> None:
     """Puts real tensors in the place of CheckpointTensors that a loader left in the model."""
     for module in model.modules():
         places: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
