@@ -1,0 +1,1 @@
+"""Where weightlift stands in for, or inside of, what others wrote."""
