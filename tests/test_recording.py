@@ -792,6 +792,13 @@ def test_concatenations_mixed_with_real_tensors_are_values(checkpoint: Checkpoin
     assert torch.equal(torch.stack([V, checkpoint["w"]]), torch.stack([V, W]))
 
 
+def test_a_concatenation_is_not_copied_into_an_expanded_tensor(checkpoint: Checkpoint) -> None:
+    with checkpoint, torch.inference_mode():
+        one = checkpoint["w"][0, :1]
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            torch.zeros(1).expand(2).copy_(torch.cat([one, one]))
+
+
 def test_writes_do_not_reach_concatenations_made_before(checkpoint: Checkpoint) -> None:
     t = checkpoint["small"]
     whole = torch.cat([t, t])
