@@ -9,13 +9,13 @@ BIN := .venv/bin
 NATIVE_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-python test-native test-sanitize lint stubs format bench clean
+.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup:  ## Make .venv, with the package built and installed for development
-	@scripts/setup.sh test
+	@scripts/setup.sh test demo
 
 demo:  ## Load a trained model and a 2 GiB one, whole and sliced; verify every byte; compare with safetensors
 	@scripts/setup.sh test demo
@@ -32,6 +32,10 @@ test-native: setup  ## C++ tests of the core
 test-sanitize: setup  ## C++ tests under AddressSanitizer with UBSan, and under ThreadSanitizer
 	@scripts/native_tests.sh build/asan -DWEIGHTLIFT_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@scripts/native_tests.sh build/tsan -DWEIGHTLIFT_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
+
+test-vllm:  ## Tests inside the real vLLM (CPU build), in .venv-vllm
+	@scripts/setup.sh
+	@scripts/vllm_tests.sh
 
 lint:  ## Linters, type checks, formatting; the committed stub against the built module
 	@scripts/setup.sh test lint
@@ -56,5 +60,5 @@ format:  ## Format all sources
 bench: setup  ## Speed and memory beside safetensors and plain reads (BENCH_ARGS="--quick --csv out.csv")
 	$(BIN)/python -m benchmarks.load $(BENCH_ARGS)
 
-clean:  ## Remove what was built (not .venv)
+clean:  ## Remove what was built (not .venv, .venv-vllm)
 	rm -rf build dist

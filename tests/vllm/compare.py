@@ -1,7 +1,7 @@
 """Loads models twice, by vLLM's default loader and by weightlift, as one rank of a tensor-parallel group, and compares.
 
 Run once for each rank. Writes a JSON list with one entry a model: what differs after `load_weights` and after
-post-processing (names of parameters and buffers), what weightlift's report says, or why vLLM itself can't load it here.
+post-processing (names of parameters and buffers), what weightlift reports, and why vLLM itself refuses it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8W8A8BlockScaledMMKernel
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import _has_online_quant, finalize_layerwise_processing
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import PlatformEnum
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -61,12 +64,8 @@ def load(config: VllmConfig) -> tuple[State, State, str | None, dict[str, Any]]:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
             processed = state_of(model)
         except Exception as error:  # whatever a kernel that is missing here raises
-            processed, refusal = {}, first_line(error)
+            processed, refusal = {}, f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return loaded, processed, refusal, loader.report.to_dict() if config.load_config.load_format == "weightlift" else {}
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
 
 
 def differences(expected: State, found: State) -> list[str]:
@@ -83,21 +82,27 @@ def differences(expected: State, found: State) -> list[str]:
     return sorted(name for name in names if name not in both or not equal(expected[name], found[name]))
 
 
+def pretend_supported(kernel: type, kind: str) -> None:
+    """Lets vLLM choose a kernel that doesn't run here, so that at least the layers that use it are built and loaded."""
+    for question in ("is_supported", "can_implement"):
+        setattr(kernel, question, classmethod(lambda *_: (True, None)))
+    linear.register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+
+
 def compare(model: dict[str, Any], tp_size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": model["name"]}
     path, options = model["path"], model["options"]
-    try:
-        with set_current_vllm_config(config := engine_config(path, "auto", tp_size, options)):
-            initialize_model_parallel(tp_size)
+    with set_current_vllm_config(config := engine_config(path, "auto", tp_size, options)):
+        initialize_model_parallel(tp_size)
+        try:
             expected = load(config)
-    except Exception as error:
-        destroy_model_parallel()
-        return {**result, "refused": first_line(error)}
+        except ValueError as error:
+            destroy_model_parallel()
+            return {"name": model["name"], "refused": str(error)}
     with set_current_vllm_config(config := engine_config(path, "weightlift", tp_size, options)):
         found = load(config)
     destroy_model_parallel()
     return {
-        **result,
+        "name": model["name"],
         "num_loaded": len(expected[0]),
         "num_processed": len(expected[1]),
         "differ_loaded": differences(expected[0], found[0]),
@@ -112,12 +117,15 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--models", type=Path, required=True, help="JSON: a list of {name, path, options}")
+    parser.add_argument("models", type=Path, help="JSON: a list of {name, path, options}")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
 
     os.environ["VLLM_DIST_IDENT"] = f"weightlift-{arguments.port}"  # names the shared memory of the group's CPUs
     load_general_plugins()
+    pretend_supported(CPUFp8W8A8BlockScaledMMKernel, "fp8")
+    pretend_supported(linear.MarlinNvFp4LinearKernel, "nvfp4")
+    pretend_supported(linear.EmulationMxfp4LinearKernel, "mxfp4")
     torch.set_num_threads(1)
     init_distributed_environment(
         arguments.tp_size, arguments.rank, f"tcp://127.0.0.1:{arguments.port}", arguments.rank, "gloo"

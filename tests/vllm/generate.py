@@ -1,7 +1,7 @@
 """Runs vLLM's engine on a list of jobs and writes down the tokens that it generates, greedily, for fixed prompts.
 
-A job is {model, load_format, tp_size, options, reload}: `reload`, where given, is a checkpoint that the running engine is
-told to load its weights from afterwards. The result is the list of jobs with `tokens` and `reloaded_tokens` added.
+A job is {model, load_format, tp_size, options, reload}: `reload`, where given, is a checkpoint that the running engine
+is told to load its weights from afterwards. The result is the list of jobs, `tokens` and `reloaded_tokens` added.
 """
 
 from __future__ import annotations

@@ -6,22 +6,25 @@ ranks and its settings are global.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-
 from conftest import CHECKPOINTS, NO_CHECKPOINTS
+from safetensors import safe_open
+from table import table
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM, in a virtual environment of its own: make test-vllm"
@@ -38,60 +41,57 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 
-# name -> (checkpoint, options of the engine). Those of `quantised` are real checkpoints that other tools made.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-bin": ("llama-bin", {}),
-    "qwen2": ("qwen2", {}),
-    "phi3": ("phi3", {}),
-    "qwen3-moe": ("qwen3-moe", {}),
-    "qwen3-moe-ep": ("qwen3-moe", {"enable_expert_parallel": True}),
-    "online-fp8": ("llama", {"quantization": "fp8_per_channel"}),
-    "llama128": ("quantised/llama128", {}),
-    "fp8": ("quantised/fp8", {}),
-    "fp8-dynamic": ("quantised/fp8-dynamic", {}),
-    "w8a8": ("quantised/w8a8", {}),
-    "w4a16": ("quantised/w4a16", {}),
-    "w4a16-gptq": ("quantised/w4a16-gptq", {}),
-    "fp8-block": ("quantised/fp8-block", {}),
-    "nvfp4a16": ("quantised/nvfp4a16", {}),
-    "mxfp4a16": ("quantised/mxfp4a16", {}),
+# name -> (what it is, checkpoint, options of the engine). Those of `quantised` are real ones, made by other tools.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "llama", {}),
+    "llama-bin": ("Llama, files of torch.save", "llama-bin", {}),
+    "qwen2": ("Qwen2: biases, tied embeddings", "qwen2", {}),
+    "phi3": ("Phi-3: fused on disk", "phi3", {}),
+    "qwen3-moe": ("Qwen3-MoE, 8 experts", "qwen3-moe", {}),
+    "qwen3-moe-ep": ("Qwen3-MoE, expert parallel", "qwen3-moe", {"enable_expert_parallel": True}),
+    "online-fp8": ("Llama, quantised by vLLM: FP8 per channel", "llama", {"quantization": "fp8_per_channel"}),
+    "llama128": ("Llama, 4 layers", "quantised/llama128", {}),
+    "fp8": ("Llama, FP8 static", "quantised/fp8", {}),
+    "fp8-dynamic": ("Llama, FP8_DYNAMIC", "quantised/fp8-dynamic", {}),
+    "w8a8": ("Llama, INT8 W8A8", "quantised/w8a8", {}),
+    "w4a16": ("Llama, W4A16", "quantised/w4a16", {}),
+    "w4a16-gptq": ("Llama, W4A16 by GPTQ", "quantised/w4a16-gptq", {}),
+    "fp8-block": ("Llama, FP8 block", "quantised/fp8-block", {}),
+    "nvfp4a16": ("Llama, NVFP4A16", "quantised/nvfp4a16", {}),
+    "mxfp4a16": ("Llama, MXFP4A16", "quantised/mxfp4a16", {}),
 }
-# What vLLM's CPU build has no kernels for: it can't build these at all, or can't post-process them.
-NOT_BUILT = {"fp8-block", "nvfp4a16", "mxfp4a16"}
-NOT_PROCESSED = {"fp8"}
-# Expert parallelism has no kernels on a CPU: it loads, but does not run.
-NOT_RUN = NOT_BUILT | NOT_PROCESSED | {"qwen3-moe-ep"}
+# What vLLM's CPU build has no kernels for, compare.py has built nevertheless. It does not run, and of these even
+# post-processing needs a kernel.
+NOT_PROCESSED = {"fp8", "nvfp4a16"}
+# Cut in two, its scales do not fit: vLLM says so itself.
+REFUSED = {("fp8-block", 2): "Weight output_partition_size = 64 is not divisible by weight quantization block_n = 128."}
+# Expert parallelism loads on a CPU, but does not run there.
+NOT_RUN = NOT_PROCESSED | {"fp8-block", "mxfp4a16", "qwen3-moe-ep"}
 RUN = [name for name in MODELS if name not in NOT_RUN]
 # By two workers, each of which takes a while to start: one of each kind.
-RUN_BY_TWO = ["llama", "qwen2", "phi3", "qwen3-moe", "online-fp8", "fp8-dynamic", "w8a8"]
+RUN_BY_TWO = ["llama", "qwen2", "phi3", "qwen3-moe", "fp8-dynamic", "w8a8"]
 RELOADED = {"llama", "qwen3-moe"}
 NUM_EXPERTS = 8
 
 Compared = dict[tuple[str, int], list[dict[str, Any]]]
 
 
-
 def run(*commands: list[object], seconds: float) -> None:
     """Runs the scripts beside this file, at once; all have to succeed in time."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(FOLDER / str(script)), *map(str, arguments)],
-            env={**os.environ, **ENVIRONMENT},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for script, *arguments in commands
-    ]
     end = time.monotonic() + seconds
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=end - time.monotonic())
-            assert process.returncode == 0, f"{process.args}:\n{output[-8000:]}"
-    finally:
-        for process in processes:
-            process.kill()
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for script, *arguments in commands:
+            command = [sys.executable, str(FOLDER / str(script)), *map(str, arguments)]
+            log = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append((process, log))
+        for process, log in processes:
+            status = process.wait(timeout=end - time.monotonic())
+            log.seek(0)
+            assert status == 0, f"{process.args}:\n{log.read().decode()[-8000:]}"
 
 
 def free_port() -> int:
@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    checkpoint = MODELS[name][0]
+    checkpoint = MODELS[name][1]
     return folder / (checkpoint if checkpoint.startswith("quantised/") else f"seed0/{checkpoint}")
 
 
@@ -121,7 +121,7 @@ def compared(folder: Path) -> Compared:
     """(name, tp size) -> for each rank what compare.py found."""
     models = folder / "models.json"
     models.write_text(
-        json.dumps([{"name": name, "path": str(path_of(folder, name)), "options": MODELS[name][1]} for name in MODELS])
+        json.dumps([{"name": name, "path": str(path_of(folder, name)), "options": MODELS[name][2]} for name in MODELS])
     )
     found: Compared = {}
     for tp_size in (1, 2):
@@ -129,8 +129,7 @@ def compared(folder: Path) -> Compared:
         outputs = [folder / f"compared-{tp_size}-{rank}.json" for rank in range(tp_size)]
         run(
             *(
-                ["compare.py", "--tp-size", tp_size, "--rank", rank, "--port", port]
-                + ["--models", models, "--output", output]
+                ["compare.py", "--rank", rank, "--output", output, *("--tp-size", tp_size, "--port", port), models]
                 for rank, output in enumerate(outputs)
             ),
             seconds=600,
@@ -138,6 +137,8 @@ def compared(folder: Path) -> Compared:
         ranks = [json.loads(output.read_text()) for output in outputs]
         for results in zip(*ranks, strict=True):
             found[results[0]["name"], tp_size] = list(results)
+    if output := os.environ.get("VLLM_TABLE"):
+        Path(output).write_text(table(found, {name: description for name, (description, _, _) in MODELS.items()}))
     return found
 
 
@@ -145,10 +146,9 @@ def compared(folder: Path) -> Compared:
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_equal_those_of_the_default_loader(compared: Compared, name: str, tp_size: int) -> None:
     for result in compared[name, tp_size]:
-        if name in NOT_BUILT:
-            assert result["refused"], "vLLM can build it now: take it off NOT_BUILT"
+        if (name, tp_size) in REFUSED:
+            assert result["refused"] == REFUSED[name, tp_size]
             continue
-        assert "refused" not in result
         assert result["num_loaded"] > 20
         assert result["differ_loaded"] == []
         if name in NOT_PROCESSED:
@@ -159,12 +159,11 @@ def test_parameters_equal_those_of_the_default_loader(compared: Compared, name: 
         assert result["differ_processed"] == []
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - NOT_BUILT))
+@pytest.mark.parametrize(("name", "tp_size"), [key for key in itertools.product(MODELS, (1, 2)) if key not in REFUSED])
 def test_a_rank_reads_its_part(compared: Compared, folder: Path, name: str, tp_size: int) -> None:
     for rank, result in enumerate(compared[name, tp_size]):
         expected = bytes_of_rank(path_of(folder, name), rank, tp_size, is_expert_parallel=name.endswith("-ep"))
-        most = 1.15 if name.startswith("w4a16") and tp_size > 1 else 1.05  # gaps of 8 KiB between slices: read along
+        most = 1.2 if "4a16" in name and tp_size > 1 else 1.05  # gaps of 8 KiB between slices are read along
         assert 0.95 * expected <= result["report"]["bytes_read"] <= most * expected
 
 
@@ -193,12 +192,11 @@ def sizes_of(checkpoint: Path) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - NOT_BUILT - {"online-fp8"}))
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"online-fp8"}))
 def test_nothing_is_read_before_its_turn(compared: Compared, name: str) -> None:
-    for tp_size in (1, 2):
-        for result in compared[name, tp_size]:
-            assert result["report"]["num_forced"] == 0
-            assert result["report"]["num_transfers"] > 20
+    [result] = compared[name, 1]
+    assert result["report"]["num_forced"] == 0
+    assert result["report"]["num_transfers"] > 20
 
 
 @pytest.fixture(scope="module")
@@ -210,18 +208,16 @@ def generated(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
             for load_format in ("auto", "weightlift"):
                 keys.append((name, tp_size, load_format))
                 job = {"model": str(path_of(folder, name)), "load_format": load_format, "tp_size": tp_size}
-                if MODELS[name][0] in RELOADED:
-                    job["reload"] = str(folder / "seed1" / MODELS[name][0])
-                jobs.append({**job, "options": MODELS[name][1]})
+                if name in RELOADED:
+                    job["reload"] = str(folder / "seed1" / MODELS[name][1])
+                jobs.append({**job, "options": MODELS[name][2]})
     path, output = folder / "jobs.json", folder / "generated.json"
     path.write_text(json.dumps(jobs))
     run(["generate.py", "--jobs", path, "--output", output], seconds=900)
     return dict(zip(keys, json.loads(output.read_text()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "tp_size"), [*((name, 1) for name in RUN), *((name, 2) for name in RUN_BY_TWO)]
-)
+@pytest.mark.parametrize(("name", "tp_size"), [*((name, 1) for name in RUN), *((name, 2) for name in RUN_BY_TWO)])
 def test_the_engine_generates_the_same_tokens(generated: Any, name: str, tp_size: int) -> None:
     expected, found = (generated[name, tp_size, load_format] for load_format in ("auto", "weightlift"))
     assert found["tokens"] == expected["tokens"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._logging import logger
 from ..errors import listed
+from ..stream import Order
 from .mapping import ROTARY_CACHES, ShardId, WeightsMapper, map_in_turn
 from .reconcile import size_mismatches, weight_loader
 from .router import Route, Router, Ties, loads_itself, part_without_loader, quantization_rules, tied_mismatch
@@ -18,8 +19,6 @@ from .router import Route, Router, Ties, loads_itself, part_without_loader, quan
 if TYPE_CHECKING:
     from ..entries import TensorEntry
     from ..loading import Checkpoint
-
-Order = Literal["file", "module"]
 
 # Of so many kinds of unexpected names the nearest names are looked for.
 _MAX_HINTS = 20
