@@ -6,12 +6,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -20,6 +24,7 @@
 #include "readers/make_reader.h"
 #include "readers/residency.h"
 #include "staging/pipeline.h"
+#include "staging/plan_files.h"
 #include "transform/copy.h"
 #include "util/unique_fd.h"
 
@@ -119,12 +124,24 @@ Backend to_backend(const std::string& name) {
   throw std::invalid_argument("unknown backend: " + name);
 }
 
-std::unique_ptr<Pipeline> make_pipeline(const std::string& strategy, const std::string& backend, int queue_depth,
-                                        int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
-                                        int64_t merge_gap_bytes, bool advise_hugepages) {
+void require_chunk(int64_t chunk_bytes) {
   if (chunk_bytes < 65536 || chunk_bytes % 65536 != 0 || kMaxReadBytes < chunk_bytes) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 64 KiB, at most 1 GiB");
   }
+}
+
+// A forked child has a copy of the pipeline without its threads: taking that down would wait for them for ever.
+struct DeleteInOwnProcess {
+  pid_t pid = getpid();
+  void operator()(Pipeline* pipeline) const {
+    if (getpid() == pid) delete pipeline;
+  }
+};
+using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
+
+PipelinePtr make_pipeline(const std::string& strategy, const std::string& backend, int queue_depth, int num_threads,
+                          int64_t chunk_bytes, int64_t staging_bytes, int64_t merge_gap_bytes, bool advise_hugepages) {
+  require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
   options.strategy = to_strategy(strategy);
@@ -137,13 +154,55 @@ std::unique_ptr<Pipeline> make_pipeline(const std::string& strategy, const std::
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
     return make_reader(reader_options, direct, fallback);
   };
-  return std::make_unique<Pipeline>(std::move(options));
+  return PipelinePtr(new Pipeline(std::move(options)));
 }
 
-py::typing::Optional<FaultTuple> fault_of(const Pipeline& pipeline) {
-  const Fault fault = pipeline.fault();
+py::typing::Optional<FaultTuple> to_tuple(const Fault& fault) {
   if (!fault) return py::none();
   return py::make_tuple(name_of(fault.kind), fault.error, fault.file, fault.offset, fault.transfer_id, fault.detail);
+}
+
+// Reads of a plan that bring bytes of some transfer: file, offset, length, whether it is direct, whether it is in
+// place.
+using PlannedReads = py::typing::List<py::typing::Tuple<py::int_, py::int_, py::int_, py::bool_, py::bool_>>;
+using PlannedReadsById = py::typing::Dict<py::int_, PlannedReads>;
+
+PlannedReadsById reads_by_id(const Plan& plan, const std::unordered_set<int64_t>& ids) {
+  PlannedReadsById found;
+  for (const Transfer& transfer : plan.transfers) {
+    if (!ids.contains(transfer.id)) continue;
+    const ByteRange source = source_bounds(transfer);
+    PlannedReads reads;
+    for (const Chunk& chunk : plan.chunks) {
+      for (int32_t i = chunk.first_read; i < chunk.first_read + chunk.num_reads; ++i) {
+        const Read& read = plan.reads[static_cast<size_t>(i)];
+        if (read.file != transfer.file || read.needed_end <= source.begin || source.end <= read.offset) continue;
+        reads.append(py::make_tuple(read.file, read.offset, read.length, chunk.direct, read.destination != nullptr));
+      }
+    }
+    found[py::int_(transfer.id)] = reads;
+  }
+  return found;
+}
+
+Stats planned_stats_of(const ReadPlanner& planner) {
+  const ReadStats& stats = planner.stats();
+  py::list files;
+  for (size_t i = 0; i < stats.files.size(); ++i) {
+    const ReadStats::File& file = stats.files[i];
+    const DirectIo& direct_io = planner.direct_io(static_cast<int32_t>(i));
+    files.append(py::dict(py::arg("num_reads") = file.num_reads, py::arg("direct_bytes") = file.direct_bytes,
+                          py::arg("buffered_bytes") = file.buffered_bytes, py::arg("direct_usable") = direct_io.usable,
+                          py::arg("direct_proven") = direct_io.proven,
+                          py::arg("offset_alignment") = direct_io.offset_alignment,
+                          py::arg("direct_reason") = direct_io.reason));
+  }
+  py::list sizes;
+  for (const ReadStats::Size& size : stats.sizes) sizes.append(py::make_tuple(size.num_reads, size.bytes));
+  return py::dict(py::arg("num_transfers") = stats.num_transfers, py::arg("bytes_needed") = stats.bytes_needed,
+                  py::arg("in_place_bytes") = stats.in_place_bytes,
+                  py::arg("num_staged_chunks") = stats.num_staged_chunks, py::arg("files") = files,
+                  py::arg("sizes") = sizes);
 }
 
 Stats stats_of(const Pipeline& pipeline) {
@@ -195,6 +254,17 @@ PYBIND11_MODULE(_C, m) {
              for (const Transfer& transfer : batch.transfers) ids.push_back(transfer.id);
              return ids;
            })
+      .def(
+          "take",
+          [](Batch& batch, const std::unordered_set<int64_t>& ids) {
+            Batch taken;
+            const auto kept = std::stable_partition(batch.transfers.begin(), batch.transfers.end(),
+                                                    [&](const Transfer& t) { return !ids.contains(t.id); });
+            taken.transfers.assign(std::make_move_iterator(kept), std::make_move_iterator(batch.transfers.end()));
+            batch.transfers.erase(kept, batch.transfers.end());
+            return taken;
+          },
+          "ids"_a, "Moves the transfers with these ids, as far as they are here, into a batch of their own.")
       .def("__len__", [](const Batch& batch) { return batch.transfers.size(); });
 
   py::class_<Ledger>(m, "Ledger", "Recorded transfers that have not landed, and the order they must keep.")
@@ -251,9 +321,9 @@ PYBIND11_MODULE(_C, m) {
                              "Recorded, and overwritten before they were started.");
 
   // Its end waits for reads in flight: not with the GIL held.
-  py::class_<Pipeline>(m, "Pipeline",
-                       "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
-                       py::release_gil_before_calling_cpp_dtor())
+  py::class_<Pipeline, PipelinePtr>(m, "Pipeline",
+                                    "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
+                                    py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "backend"_a, "queue_depth"_a, "num_threads"_a,
            "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
       .def(
@@ -280,10 +350,45 @@ PYBIND11_MODULE(_C, m) {
           },
           "segment"_a, "seconds"_a, "True when the segment has landed, or the pipeline has a fault.")
       .def("take_landed", &Pipeline::take_landed)
-      .def("fault", &fault_of, "None, or (kind, errno, file, offset, transfer id, detail).")
+      .def(
+          "fault", [](const Pipeline& pipeline) { return to_tuple(pipeline.fault()); },
+          "None, or (kind, errno, file, offset, transfer id, detail).")
       .def("cancel", &Pipeline::cancel)
       .def_property_readonly("bytes_landed", &Pipeline::bytes_landed)
       .def("stats", &stats_of);
+
+  py::class_<ReadPlanner>(m, "ReadPlanner",
+                          "Plans batches of transfers as a Pipeline would, and reads nothing. See "
+                          "csrc/staging/plan_files.h.")
+      .def(py::init(
+               [](const std::string& strategy, int64_t chunk_bytes, int64_t merge_gap_bytes, bool advise_hugepages) {
+                 require_chunk(chunk_bytes);
+                 return ReadPlanner({to_strategy(strategy), chunk_bytes, merge_gap_bytes, advise_hugepages});
+               }),
+           py::kw_only(), "strategy"_a, "chunk_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
+      .def(
+          "add_file",
+          [](ReadPlanner& planner, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
+            return planner.add_file(std::move(path), {size, device, inode, mtime_ns});
+          },
+          "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
+      .def(
+          "plan",
+          [](ReadPlanner& planner, const Batch& batch, const std::unordered_set<int64_t>& ids)
+              -> py::typing::Tuple<py::typing::Optional<FaultTuple>, PlannedReadsById> {
+            Plan plan;
+            Fault fault;
+            {
+              py::gil_scoped_release release;
+              fault = planner.plan(batch.transfers, &plan);
+            }
+            return py::make_tuple(to_tuple(fault), reads_by_id(plan, ids));
+          },
+          "batch"_a, "ids"_a,
+          "None, or the fault as of a Pipeline; and the reads that bring these transfers: (file, offset, length, "
+          "whether it is direct, whether it is in place).")
+      .def("stats", &planned_stats_of,
+           "Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).");
 
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <unordered_set>
+#include <utility>
 
 namespace weightlift {
 namespace {
@@ -32,6 +33,7 @@ void Ledger::add(Transfer transfer) {
   index_.insert(region.bounds(), transfer.id);
   const int64_t id = transfer.id;
   pending_.emplace(id, Pending{std::move(transfer), std::move(region), level, kWaiting});
+  recorded_.push_back(id);
 }
 
 void Ledger::add_write(const Region& region) { remember_write(region, false); }
@@ -74,13 +76,7 @@ void Ledger::drop_inside(const Region& region) {
   drop(inside);
 }
 
-std::vector<Batch> Ledger::start() {
-  std::vector<int64_t> ids;
-  for (const auto& [id, pending] : pending_) {
-    if (pending.batch == kWaiting) ids.push_back(id);
-  }
-  return start_sorted(ids);
-}
+std::vector<Batch> Ledger::start() { return start(std::exchange(recorded_, {})); }
 
 std::vector<Batch> Ledger::start(const std::vector<int64_t>& ids) {
   std::vector<int64_t> waiting;

@@ -87,7 +87,8 @@ class Ledger {
   std::vector<Batch> start_sorted(const std::vector<int64_t>& ids);
 
   std::unordered_map<int64_t, Pending> pending_;
-  IntervalIndex index_;  // bounds of pending destinations -> id
+  IntervalIndex index_;            // bounds of pending destinations -> id
+  std::vector<int64_t> recorded_;  // since all was started; some may be dropped, or started
   std::unordered_map<int64_t, std::vector<int64_t>> started_;
   int64_t next_label_ = 0;
   int64_t num_dropped_ = 0;

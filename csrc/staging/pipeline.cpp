@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "staging/lane.h"
+#include "staging/plan_files.h"
 #include "transform/copy.h"
 #include "util/threads.h"
 
@@ -53,9 +54,7 @@ SourceFile& Pipeline::source_file(int32_t file) const {
 int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   auto segment = std::make_unique<Segment>();
   segment->order = order;
-  for (const Transfer& transfer : transfers) segment->files.push_back(transfer.file);
-  std::sort(segment->files.begin(), segment->files.end());
-  segment->files.erase(std::unique(segment->files.begin(), segment->files.end()), segment->files.end());
+  segment->files = files_of(transfers);
 
   std::unique_lock lock(mutex_);
   segment->id = next_segment_++;
@@ -66,24 +65,12 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
 
   // Opening, probing and planning take a while and need no lock: files are opened by this thread alone, and stay open
   // while they have users.
-  Fault fault;
-  for (int32_t file : segment->files) {
-    fault = source_file(file).open(options_.strategy);
-    if (fault) {
-      fault.transfer_id =
-          std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
-      break;
-    }
-  }
+  const FilePlanOptions plan_options{options_.strategy, options_.chunk_bytes, options_.merge_gap_bytes,
+                                     options_.advise_hugepages};
+  Fault fault = plan_files(
+      std::move(transfers), segment->files, plan_options,
+      [this](int32_t file) -> SourceFile& { return source_file(file); }, &segment->plan);
   if (!fault) {
-    PlanOptions plan_options;
-    plan_options.chunk_bytes = options_.chunk_bytes;
-    plan_options.merge_gap_bytes = options_.merge_gap_bytes;
-    plan_options.mode_of = [&](int32_t file, ByteRange window) {
-      return source_file(file).mode_of(options_.strategy, window);
-    };
-    if (options_.advise_hugepages) plan_options.can_prepare = pages_untouched;
-    segment->plan = plan_reads(std::move(transfers), plan_options);
     segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
     for (ByteRange memory : segment->plan.advised) advise_huge_pages(memory);
   }

@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'ReadPlanner', 'resident_bytes']
 class Batch:
     """
     Transfers with disjoint destinations, on their way to a Pipeline.
@@ -19,6 +19,10 @@ class Batch:
         """
     def ids(self) -> list[int]:
         ...
+    def take(self, ids: collections.abc.Set[typing.SupportsInt | typing.SupportsIndex]) -> Batch:
+        """
+        Moves the transfers with these ids, as far as they are here, into a batch of their own.
+        """
     @property
     def label(self) -> int:
         ...
@@ -106,6 +110,22 @@ class Pipeline:
     @property
     def bytes_landed(self) -> int:
         ...
+class ReadPlanner:
+    """
+    Plans batches of transfers as a Pipeline would, and reads nothing. See csrc/staging/plan_files.h.
+    """
+    def __init__(self, *, strategy: str, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
+        ...
+    def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
+        ...
+    def plan(self, batch: Batch, ids: collections.abc.Set[typing.SupportsInt | typing.SupportsIndex]) -> tuple[tuple[str, int, int, int, int, str] | None, dict[int, list[tuple[int, int, int, bool, bool]]]]:
+        """
+        None, or the fault as of a Pipeline; and the reads that bring these transfers: (file, offset, length, whether it is direct, whether it is in place).
+        """
+    def stats(self) -> dict[str, typing.Any]:
+        """
+        Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).
+        """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.

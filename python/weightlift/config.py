@@ -45,7 +45,12 @@ def _is_integer(value: object, low: int, high: int | None) -> bool:
     return type(value) is int and low <= value and (high is None or value <= high)
 
 
-def _parse_size(text: str) -> int:
+def parse_size(text: str) -> int:
+    """A number of bytes, with a unit or without. Raises ValueError.
+
+    >>> parse_size("256 MiB")
+    268435456
+    """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError
@@ -74,7 +79,7 @@ def _size(
 ) -> Option:
     limits = f"at least {low}" if high is None else f"from {low} to {high}"
     accepted = f"a number of bytes, {limits} (in the environment also with KiB, MiB or GiB)"
-    return Option(automatic, effect, when, accepted, _parse_size, lambda value: _is_integer(value, low, high), constant)
+    return Option(automatic, effect, when, accepted, parse_size, lambda value: _is_integer(value, low, high), constant)
 
 
 def _switch(effect: str, when: str, *, constant: bool) -> Option:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -175,13 +175,18 @@ def open_checkpoint(
         >>> with weightlift.open_checkpoint(folder) as checkpoint:
         ...     head.copy_(checkpoint["lm_head.weight"][:16])
     """
+    return open_files(path, filters=filters, config=config_for_recording(config), watch=watch)
+
+
+def config_for_recording(config: LoadConfig | None) -> ResolvedConfig:
+    """`resolved_config` for recording. Raises ValueError for a strategy that can't do that."""
     resolved = resolved_config(config)
     if resolved.strategy == "torchao":
         raise ValueError(
             "strategy is 'torchao', with which tensors are put together from several of the files: only iter_weights() "
             "does that; use it, or another strategy"
         )
-    return open_files(path, filters=filters, config=resolved, watch=watch)
+    return resolved
 
 
 def resolved_config(config: LoadConfig | None) -> ResolvedConfig:
@@ -192,14 +197,19 @@ def resolved_config(config: LoadConfig | None) -> ResolvedConfig:
 
 
 def open_files(
-    path: CheckpointPath, *, filters: Sequence[Filter | None], config: ResolvedConfig, watch: bool
+    path: CheckpointPath,
+    *,
+    filters: Sequence[Filter | None],
+    config: ResolvedConfig,
+    watch: bool,
+    program_of: Callable[[CheckpointFiles, ResolvedConfig], Program] = Program,
 ) -> Checkpoint:
-    """`open_checkpoint` for those who have settled how to read."""
+    """`open_checkpoint` for those who have settled how to read, or bring a Program of their own."""
     if problem := bad_setting():
         warnings.warn(problem, stacklevel=3)
     started = time.perf_counter()
     files = locate(path, filters=filters)
-    program = Program(files, config)
+    program = program_of(files, config)
     return Checkpoint(files, program, watch=watch, header_seconds=time.perf_counter() - started)
 
 

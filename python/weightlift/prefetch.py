@@ -79,14 +79,16 @@ class ReadAhead:
     Attributes:
         reader: the strategy of the core, which reads the tensors: "auto", "direct" or "buffered".
         notes: what was decided and why, also in the log.
+        whole: the shards that are read whole.
     """
 
-    def __init__(self, config: ResolvedConfig, shards: Sequence[Shard]) -> None:
+    def __init__(self, config: ResolvedConfig, shards: Sequence[Shard], *, only_decide: bool = False) -> None:
         """Decides, and starts to prefetch where it is so decided. `shards` are those that hold wanted tensors."""
         strategy = config.strategy
         prefetched, self.notes = _to_prefetch(strategy, shards)
+        self.whole = list(shards) if strategy == "eager" else prefetched
         self._prefetch: Prefetch | None = None
-        if prefetched:
+        if prefetched and not only_decide:
             self._prefetch = Prefetch(
                 [shard.path for shard in prefetched],
                 num_threads=config.prefetch_num_threads,
@@ -97,7 +99,7 @@ class ReadAhead:
             self.reader = "buffered" if prefetched else "auto"
         else:
             self.reader = "direct" if strategy == "direct" else "buffered"
-        self._unread = {shard.path for shard in shards} if strategy == "eager" else set()
+        self._unread = {shard.path for shard in shards} if strategy == "eager" and not only_decide else set()
 
     def before(self, shards: Iterable[Shard]) -> None:
         """Called before tensors of these shards are read. Where the strategy is "eager", reads those whole that were

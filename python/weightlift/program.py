@@ -7,8 +7,10 @@ it while recording goes on. Whatever someone wants to look at before its turn is
 from __future__ import annotations
 
 import bisect
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,8 @@ watched: list[Program] = []
 # Order of locks: whoever holds the lock of a program may ask for that of another only when it took this one before.
 _overwriting = threading.RLock()
 
+_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+
 
 class Program:
     """Records the copies of one load, and runs them.
@@ -100,6 +104,7 @@ class Program:
         self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
+        _programs.add(self)
 
     # ---- recording
 
@@ -168,9 +173,12 @@ class Program:
             self._require_open(src)
             is_recorded = self._record_native(dst, src)
         if not is_recorded:
-            # What the core can't do yet (other devices, other conversions, odd geometries): torch does it, now.
-            self.overwrite(dst, lambda: dst.copy_(src._read()))
-            self._used.add(src._source.entry.name)
+            self._copy_by_torch(dst, src)
+
+    def _copy_by_torch(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
+        """What the core can't do yet (other devices, other conversions, odd geometries), now."""
+        self.overwrite(dst, lambda: dst.copy_(src._read()))
+        self._used.add(src._source.entry.name)
 
     def _record_native(self, dst: torch.Tensor, src: CheckpointTensor) -> bool:
         source = src._source
@@ -468,15 +476,31 @@ class Program:
             del pipeline
         with self._lock:
             self._end_pipeline()
-            self._num_dropped += self._ledger.num_dropped
-            self._ledger = _C.Ledger()
-            self._labels.clear()
-            self._open_files.clear()
-            self._waiting_files.clear()
-            self._waiting_memory = {}
-            self._started_memory.clear()
-            self._last_segment = -1
-            self._reading.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        self._num_dropped += self._ledger.num_dropped
+        self._ledger = _C.Ledger()
+        self._labels.clear()
+        self._open_files.clear()
+        self._waiting_files.clear()
+        self._waiting_memory = {}
+        self._started_memory.clear()
+        self._last_segment = -1
+        self._reading.clear()
+
+    def _part_from_parent(self) -> None:
+        """In a forked child, where no thread of the parent is, and what they read does not arrive. What has not begun
+        yet can go on."""
+        self._lock = threading.RLock()
+        if self._pipeline is not None:
+            self._pipeline = None
+            if self._ledger.has_pending:
+                self._failed = RuntimeError(
+                    "this load was under way when the process was forked: it goes on in the parent, and not here; fork "
+                    "before it or after it, or open the checkpoint again"
+                )
+            self._drop()
 
     def _end(self, failure: Exception) -> Exception:
         """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
@@ -554,7 +578,7 @@ class Program:
         if self._read_ahead is not None:
             report.strategy_notes += self._read_ahead.notes
         for stats in runs:
-            for field in ("num_transfers", "bytes_needed", "bytes_read", "in_place_bytes"):
+            for field in ("num_transfers", "bytes_needed", "bytes_read", "num_reads", "in_place_bytes"):
                 setattr(report, field, getattr(report, field) + stats[field])
             report.fallbacks += [text for text in stats["fallbacks"] if text not in report.fallbacks]
             for shard, file in zip(self.files.shards, stats["files"], strict=True):
@@ -589,3 +613,13 @@ def _copy_of_bytes(flat: torch.Tensor, tensor: CheckpointTensor, offset: int) ->
     strides = (*(stride * item for stride in tensor._file_strides), 1)
     values = flat.as_strided(shape, strides, flat.storage_offset() + offset)
     return values.clone(memory_format=torch.contiguous_format).view(tensor._file_dtype).view(tensor._shape)
+
+
+def _part_from_parent() -> None:
+    global _overwriting
+    _overwriting = threading.RLock()
+    for program in _programs:
+        program._part_from_parent()
+
+
+os.register_at_fork(after_in_child=_part_from_parent)

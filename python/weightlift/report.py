@@ -51,6 +51,7 @@ class LoadReport:
         bytes_needed: bytes of the files that the transfers asked for; small neighbours of a value included, which are
             read along with it.
         bytes_read: bytes read to get them: gaps and alignment included.
+        num_reads: reads that brought them.
         direct_bytes, buffered_bytes: of bytes_read, how many passed by, and through, the page cache.
         in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
@@ -72,6 +73,7 @@ class LoadReport:
     num_forced: int = 0
     bytes_needed: int = 0
     bytes_read: int = 0
+    num_reads: int = 0
     direct_bytes: int = 0
     buffered_bytes: int = 0
     in_place_bytes: int = 0

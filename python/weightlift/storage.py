@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import _C
@@ -34,20 +34,44 @@ _MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 def make_pipeline(config: ResolvedConfig, shards: Sequence[Shard], strategy: str) -> _C.Pipeline:
     """A pipeline for these files: what the user decided, and defaults for the rest. `strategy` is the core's."""
     num_threads = config.num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    chunk_bytes = min(config.chunk_bytes or CHUNK_BYTES, config.staging_bytes)
     pipeline = _C.Pipeline(
         strategy=strategy,
         backend=config.backend,
         queue_depth=config.queue_depth or QUEUE_DEPTH,
         num_threads=num_threads,
-        chunk_bytes=chunk_bytes // CHUNK_UNIT * CHUNK_UNIT,
+        chunk_bytes=chunk_bytes_of(config),
         staging_bytes=config.staging_bytes,
-        merge_gap_bytes=MERGE_GAP_BYTES if config.merge_gap_bytes is None else config.merge_gap_bytes,
+        merge_gap_bytes=_merge_gap_bytes_of(config),
         advise_hugepages=config.advise_hugepages,
     )
-    for shard in shards:
-        pipeline.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
+    _add_files(pipeline, shards)
     return pipeline
+
+
+def make_planner(config: ResolvedConfig, shards: Sequence[Shard], strategy: str) -> _C.ReadPlanner:
+    """What plans as `make_pipeline` would."""
+    planner = _C.ReadPlanner(
+        strategy=strategy,
+        chunk_bytes=chunk_bytes_of(config),
+        merge_gap_bytes=_merge_gap_bytes_of(config),
+        advise_hugepages=config.advise_hugepages,
+    )
+    _add_files(planner, shards)
+    return planner
+
+
+def chunk_bytes_of(config: ResolvedConfig) -> int:
+    """Bytes of a staging buffer, and the most of one read."""
+    return min(config.chunk_bytes or CHUNK_BYTES, config.staging_bytes) // CHUNK_UNIT * CHUNK_UNIT
+
+
+def _merge_gap_bytes_of(config: ResolvedConfig) -> int:
+    return MERGE_GAP_BYTES if config.merge_gap_bytes is None else config.merge_gap_bytes
+
+
+def _add_files(reader: _C.Pipeline | _C.ReadPlanner, shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        reader.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
 
 
 def max_open_files() -> int:
@@ -56,7 +80,7 @@ def max_open_files() -> int:
     return _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, limit // 4))
 
 
-def file_report(shard: Shard, file: dict[str, object], stats: dict[str, object]) -> FileReport:
+def file_report(shard: Shard, file: Mapping[str, object], stats: Mapping[str, object]) -> FileReport:
     """What was read of a file, which way, and why."""
     direct, buffered = file["direct_bytes"], file["buffered_bytes"]
     # Without a buffered reader, what is called buffered is what direct reads left over, at the ends of files.

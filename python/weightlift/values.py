@@ -23,12 +23,16 @@ _KEPT_BYTES = 64 * MiB
 
 
 class SmallValues:
-    """The bytes of small tensors, read in runs: writers of checkpoints place small tensors together."""
+    """The bytes of small tensors, read in runs: writers of checkpoints place small tensors together.
+
+    Attributes:
+        num_bytes: kept now.
+    """
 
     def __init__(self) -> None:
         self._values: dict[int, torch.Tensor] = {}
         self._runs: collections.deque[tuple[Sequence[TensorEntry], int]] = collections.deque()  # with their bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def bytes_of(self, entry: TensorEntry, read: Callable[[torch.Tensor, TensorEntry, int], None]) -> torch.Tensor:
         """The bytes of an entry of at most SMALL_BYTES. To be read only: they are kept for others.
@@ -47,10 +51,10 @@ class SmallValues:
             self._values[id(small)] = memory[small.offset - begin : small.offset - begin + small.nbytes]
         flat = self._values[id(entry)]
         self._runs.append((run, memory.nbytes))
-        self._num_bytes += memory.nbytes
-        while self._num_bytes > _KEPT_BYTES:
+        self.num_bytes += memory.nbytes
+        while self.num_bytes > _KEPT_BYTES:
             oldest, num_bytes = self._runs.popleft()
-            self._num_bytes -= num_bytes
+            self.num_bytes -= num_bytes
             for small in oldest:
                 self._values.pop(id(small), None)  # runs may overlap
         return flat
@@ -58,7 +62,7 @@ class SmallValues:
     def clear(self) -> None:
         self._values.clear()
         self._runs.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
 
 def _run_around(entry: TensorEntry) -> Sequence[TensorEntry]:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -32,6 +33,7 @@
 #include "readers/pread_reader.h"
 #include "readers/probe.h"
 #include "readers/uring_reader.h"
+#include "staging/plan_files.h"
 #include "transform/copy.h"
 #include "util/unique_fd.h"
 
@@ -455,6 +457,60 @@ TEST_CASE("every reader and strategy of this machine gives the same bytes") {
       if (backend == Backend::kUring) CHECK(stats.readers[strategy == Strategy::kDirect] == "io_uring");
     }
   }
+}
+
+TEST_CASE("a planner counts what the pipeline reads, and opens files only while it plans") {
+  const TestFile one(20 * kMiB + 17, 1);
+  const TestFile two(200 * kKiB + 3, 2);
+  for (const Strategy strategy : {Strategy::kBuffered, Strategy::kDirect}) {
+    if (strategy == Strategy::kDirect && !can_direct()) continue;
+    CAPTURE(static_cast<int>(strategy));
+    const PipelineOptions options = real_options(strategy, Backend::kAuto);
+    ReadPlanner planner({strategy, options.chunk_bytes, options.merge_gap_bytes, options.advise_hugepages});
+    Load load(5, {&one, &two}, 15);  // one segment
+    for (const TestFile* file : {&one, &two}) planner.add_file(file->path(), file->identity());
+    const int fds_before = count_fds();
+    Plan plan;
+    CHECK(!planner.plan(load.transfers(), &plan));
+    CHECK(count_fds() == fds_before);
+
+    Pipeline pipeline(options);
+    load.add_files(pipeline);
+    CHECK(load.run(pipeline));
+    const PipelineStats read = pipeline.stats();
+    const ReadStats& planned = planner.stats();
+    CHECK(planned.num_transfers == read.num_transfers);
+    CHECK(planned.bytes_needed == read.bytes_needed);
+    CHECK(planned.in_place_bytes == read.in_place_bytes);
+    int64_t num_reads = 0;
+    int64_t bytes = 0;
+    for (const ReadStats::Size& size : planned.sizes) {
+      num_reads += size.num_reads;
+      bytes += size.bytes;
+    }
+    CHECK(num_reads == read.num_reads);
+    CHECK(bytes == read.bytes_read);
+    for (size_t file : {0, 1}) {
+      CHECK(planned.files[file].direct_bytes == read.files[file].direct_bytes);
+      CHECK(planned.files[file].buffered_bytes == read.files[file].buffered_bytes);
+    }
+  }
+}
+
+TEST_CASE("a planner says which file it can't open") {
+  const TestFile file(kMiB);
+  ReadPlanner planner({Strategy::kBuffered, kChunk, 0, false});
+  planner.add_file(file.path(), file.identity());
+  planner.add_file(file.path() + "-missing", file.identity());
+  std::vector<std::byte> memory(64);
+  Plan plan;
+  const Fault fault =
+      planner.plan({contiguous(3, 0, 0, 32, memory.data()), contiguous(4, 1, 0, 32, memory.data() + 32)}, &plan);
+  CHECK(fault.kind == FaultKind::kOpen);
+  CHECK(fault.error == ENOENT);
+  CHECK(fault.file == 1);
+  CHECK(fault.transfer_id == 4);
+  CHECK(planner.stats().num_transfers == 0);
 }
 
 TEST_CASE("a failing read names file, offset and transfer") {

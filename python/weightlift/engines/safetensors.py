@@ -11,7 +11,6 @@ What differs, on purpose:
 from __future__ import annotations
 
 import collections
-import ctypes
 import itertools
 import operator
 import os
@@ -192,9 +191,8 @@ def _make_active(file: _OpenFile) -> None:
 
 
 def _start_anew_in_child() -> None:
-    """A forked child has none of its parent's threads, for which the end of a pipeline would wait: it never ends."""
+    """What another thread of the parent was reading does not arrive in a forked child."""
     for file in _open_files:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(file.program._pipeline))
         file.lock = threading.RLock()
         file.start_anew()
 

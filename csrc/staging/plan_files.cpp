@@ -1,0 +1,78 @@
+#include "staging/plan_files.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "staging/pages.h"
+
+namespace weightlift {
+
+Fault plan_files(std::vector<Transfer> transfers, std::span<const int32_t> files, const FilePlanOptions& options,
+                 const std::function<SourceFile&(int32_t)>& file_at, Plan* plan) {
+  for (int32_t file : files) {
+    if (Fault fault = file_at(file).open(options.strategy)) {
+      fault.transfer_id =
+          std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
+      return fault;
+    }
+  }
+  PlanOptions plan_options;
+  plan_options.chunk_bytes = options.chunk_bytes;
+  plan_options.merge_gap_bytes = options.merge_gap_bytes;
+  plan_options.mode_of = [&](int32_t file, ByteRange window) {
+    return file_at(file).mode_of(options.strategy, window);
+  };
+  if (options.advise_hugepages) plan_options.can_prepare = pages_untouched;
+  *plan = plan_reads(std::move(transfers), plan_options);
+  return {};
+}
+
+std::vector<int32_t> files_of(std::span<const Transfer> transfers) {
+  std::vector<int32_t> files;
+  for (const Transfer& transfer : transfers) files.push_back(transfer.file);
+  std::sort(files.begin(), files.end());
+  files.erase(std::unique(files.begin(), files.end()), files.end());
+  return files;
+}
+
+int32_t ReadPlanner::add_file(std::string path, const FileIdentity& identity) {
+  const auto index = static_cast<int32_t>(files_.size());
+  files_.push_back(std::make_unique<SourceFile>(index, std::move(path), identity));
+  file_bytes_.push_back(identity.size);
+  stats_.files.emplace_back();
+  return index;
+}
+
+Fault ReadPlanner::plan(std::vector<Transfer> transfers, Plan* plan) {
+  const std::vector<int32_t> files = files_of(transfers);
+  Fault fault = plan_files(
+      std::move(transfers), files, options_,
+      [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; }, plan);
+  for (int32_t file : files) files_[static_cast<size_t>(file)]->close();
+  if (!fault) count(*plan);
+  return fault;
+}
+
+void ReadPlanner::count(const Plan& plan) {
+  stats_.num_transfers += static_cast<int64_t>(plan.transfers.size());
+  stats_.bytes_needed += plan.bytes_needed;
+  for (const Chunk& chunk : plan.chunks) {
+    if (chunk.staging_bytes > 0) ++stats_.num_staged_chunks;
+    for (int32_t i = chunk.first_read; i < chunk.first_read + chunk.num_reads; ++i) {
+      const Read& read = plan.reads[static_cast<size_t>(i)];
+      const auto index = static_cast<size_t>(read.file);
+      // Direct reads may reach past the end, where nothing comes.
+      const int64_t bytes = std::min(read.length, file_bytes_[index] - read.offset);
+      ReadStats::File& file = stats_.files[index];
+      ++file.num_reads;
+      (chunk.direct ? file.direct_bytes : file.buffered_bytes) += bytes;
+      if (read.destination) stats_.in_place_bytes += bytes;
+      ReadStats::Size& size = stats_.sizes[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes)) - 1)];
+      ++size.num_reads;
+      size.bytes += bytes;
+    }
+  }
+}
+
+}  // namespace weightlift
