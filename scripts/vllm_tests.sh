@@ -27,4 +27,4 @@ wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 pip wheel -qq --no-deps -w "$wheels" .
 pip install -qq --no-deps --force-reinstall "$wheels"/*.whl
-"$venv/bin/python" -m pytest tests/vllm "$@"
+"$venv/bin/python" -m pytest tests/in_vllm "$@"

@@ -21,13 +21,10 @@ import weightlift
 from weightlift.model import parameter, vocab
 from weightlift.model.parallel import ParallelConfig
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm.config") is None,  # `vllm` alone is also the name of this folder
-        reason="needs vLLM, in a virtual environment of its own: make test-vllm",
-    ),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
-]
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM, in a virtual environment of its own: make test-vllm", allow_module_level=True)
 
 Tensors = Mapping[tuple[str, Any], torch.Tensor]  # by name of the parameter and shard id
 SPECS: dict[str, dict[str, Any]] = {

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="needs vLLM, in a virtual environment of its own: make test-vllm",
-    ),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM, in a virtual environment of its own: make test-vllm", allow_module_level=True)
 
 
 def loader(extra: Any = None, **settings: Any) -> Any:

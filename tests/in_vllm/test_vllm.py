@@ -26,9 +26,8 @@ from conftest import CHECKPOINTS, NO_CHECKPOINTS
 from safetensors import safe_open
 from table import table
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="needs vLLM, in a virtual environment of its own: make test-vllm"
-)
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM, in a virtual environment of its own: make test-vllm", allow_module_level=True)
 
 FOLDER = Path(__file__).parent
 ENVIRONMENT = {
