@@ -236,7 +236,10 @@ def _merge_rows(target: torch.Tensor, ranges: list[tuple[int, int]]) -> list[tup
 
 def _rows(target: torch.Tensor, begin: int, end: int) -> str:
     row = _row_bytes(target)
-    return f"{begin // row}:{-(-end // row)}"
+    first, last = begin // row, -(-end // row)
+    if target.dim() > 2 and last - first == 1 and end - begin < row:  # of one expert among many, a part
+        return f"{first}, {_rows(target[first], begin - first * row, end - first * row)}"
+    return f"{first}:{last}"
 
 
 def _row_bytes(target: torch.Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,8 @@ class AutoWeightsLoader:
     """Fills a module from a stream of tensors; with vLLM's name and behaviour.
 
     A name is followed from module to module. A module with a `load_weights` of its own takes what comes, one call for
-    each run of consecutive names, which it gets without its own prefix; what it does not consume goes on below it. A
+    each run of consecutive names, which it gets without its own prefix; what it does not consume goes on below it, and
+    tensors that it is not interested in, of which its `unwanted(name)`, if it has one, says why, are left out. A
     parameter takes its tensor by its `weight_loader`, if it has one, as `weight_loader(parameter, tensor)`, or
     `weight_loader(parameter, tensor, tensor.shard_id)` where a mapper has set that; or else whole. Persistent buffers
     are taken as parameters are.
@@ -179,7 +180,8 @@ class Router:
             if any(kind.__name__ in _PLACEHOLDERS for kind in type(child).__mro__):
                 return Route(name, ignored="of another pipeline stage")
             if loads_itself(child):
-                return Route(name, owner=".".join(parts[: position + 1]))
+                rule = unwanted_by(child, ".".join(parts[position + 1 :]))
+                return Route(name, owner=".".join(parts[: position + 1]) if rule is None else None, ignored=rule)
             module = child
             position += 1
         target = _tensor_of(module, parts[position]) if position < len(parts) else None
@@ -346,6 +348,13 @@ def _tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor | None:
 def loads_itself(module: torch.nn.Module) -> bool:
     """Whether a module's class has a `load_weights` of its own."""
     return callable(getattr(type(module), "load_weights", None))
+
+
+def unwanted_by(module: torch.nn.Module, name: str) -> str | None:
+    """The rule by which a module that loads itself does not want the tensor of that name below it, or None: what its
+    `unwanted(name)` says, if it has one."""
+    unwanted: Callable[[str], str | None] | None = getattr(module, "unwanted", None)
+    return None if unwanted is None else unwanted(name)
 
 
 def quantization_rules(module: torch.nn.Module) -> tuple[WeightsMapper | None, tuple[str, ...]]:
