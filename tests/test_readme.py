@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from conftest import CHECKPOINTS, NO_CHECKPOINTS
+
 from examples import house_engine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +29,7 @@ def test_the_engine_loads_the_same_by_hand_and_by_one_call(capsys: pytest.Captur
     assert capsys.readouterr().out == "equal; 12.0 of 24.0 MiB were read\n"
 
 
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=NO_CHECKPOINTS)
 def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -34,7 +37,7 @@ def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.
     engine = house_engine.Model(rank=1, world_size=2)
     house_engine.write_checkpoint(tmp_path)
     opening, *examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
 
     namespace: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -42,13 +45,14 @@ def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.
         "engine": engine,
         "engine_checkpoint": tmp_path,
         "safetensors": safetensors,
+        "hf_checkpoint": CHECKPOINTS / "llama128",
     }
     exec(opening.replace('"Qwen2-7B/"', "checkpoint"), namespace)
     for example in examples:
         exec(example, namespace)
 
     out = capsys.readouterr().out
-    assert out.count("Loaded ") == 2
+    assert out.count("Loaded ") == 3
     assert "1.weight (8, 32)" in out
     assert f"{8 * 64 * 4} of {32 * 64 * 4} bytes were needed" in out
     assert namespace["report"].bytes_needed == 64 * 4 + 6 * 32 * 64 * 4  # of the engine, its half

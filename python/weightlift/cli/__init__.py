@@ -1,4 +1,4 @@
-"""The command line: ``weightlift inspect``, ``weightlift load`` and ``weightlift verify``."""
+"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from weightlift._logging import bad_setting
 from weightlift._version import __version__
-from weightlift.cli import inspect, load, source, verify
+from weightlift.cli import inspect, load, plan, save_sharded, source, verify
 from weightlift.cli.errors import CommandError
 
 _EXIT_CODES = """\
@@ -19,6 +19,7 @@ exit codes:
   0    all is well
   1    the checkpoint cannot be read, is malformed, or verifying found a problem
   2    wrong usage: arguments, environment variables, a missing optional package
+  3    what was planned takes more memory than there is
   130  interrupted
 
 With --json the result is one JSON document on stdout, and so is an error:
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightlift {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, load, verify):
+    for module in (inspect, plan, load, save_sharded, verify):
         command = commands.add_parser(
             module.NAME,
             help=module.HELP,

@@ -1,34 +1,42 @@
-"""``weightlift load``: load a checkpoint whole into fresh memory, and say how that went."""
+"""``weightlift load``: load a checkpoint, or one rank's part of a model, into fresh memory, and say how that went."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 import weightlift
-from weightlift.checkpoint import locate
-from weightlift.cli import source
+from weightlift.checkpoint import CheckpointSource, locate
+from weightlift.cli import parallel, source
 from weightlift.cli.errors import CommandError
 from weightlift.config import Backend, LoadConfig, Strategy
 from weightlift.entries import CheckpointFiles
 from weightlift.errors import listed
+from weightlift.model.formats import StreamModelLoader
+from weightlift.model.parallel import ParallelConfig
+from weightlift.model.skeleton import config_of, load_model, make_shell, process_weights_after_loading
 from weightlift.names import natural_key
+from weightlift.report import LoadReport
 from weightlift.source import TORCH_SUFFIXES
 
 NAME = "load"
-HELP = "Load every tensor of a checkpoint into memory; show what was read, how, and how fast."
+HELP = (
+    "Load every tensor of a checkpoint into memory, or, with sizes and ranks, one rank's part of the model; show what "
+    "was read, how, and how fast."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="read again through safetensors, or torch, and compare every byte"
     )
+    parallel.add_arguments(parser)
     parser.add_argument("--device", default="cpu", help="where the tensors go (default: cpu)")
     parser.add_argument("--strategy", choices=get_args(Strategy), help="how files are read (default: auto)")
     parser.add_argument("--backend", choices=get_args(Backend), help="who reads (default: auto)")
@@ -44,24 +52,35 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise CommandError(str(error), exit_code=2) from error
     checkpoint = source.source_of(options)
+    rank = parallel.parallel_of(options)
     files = locate(checkpoint)
     if options.verify and not all(_is_of_torch(shard.path) for shard in files.shards):
         _import_safetensors()  # before the load, not after it
-    state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in files.tensors.values()}
-    report = weightlift.fast_load(state, checkpoint, config=config, progress=options.progress)
-    differences = _differences(files, state) if options.verify else None
+    differences: list[str] | None = None
+    if rank is None:
+        state = {
+            entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in files.tensors.values()
+        }
+        report = weightlift.fast_load(state, checkpoint, config=config, progress=options.progress)
+        if options.verify:
+            differences = _differences(state, _read_files(files))
+    else:
+        model = load_model(checkpoint, parallel=rank, device=device, config=config, progress=options.progress)
+        state, report = model.state_dict(), cast(LoadReport, model.load_report)
+        if options.verify:
+            differences = _differences(state, _loaded_again(model, checkpoint, rank, files))
 
     if options.json:
         document: dict[str, Any] = report.to_dict()
         if differences is not None:
-            document["verify"] = {"num_compared": len(files.tensors), "different": differences}
+            document["verify"] = {"num_compared": len(state), "different": differences}
         print(json.dumps(document, indent=2))
     else:
         print(report)
         if differences:
             print(f"verify: {len(differences)} tensors differ: {listed(differences)}")
         elif differences is not None:
-            print(f"verify: {len(files.tensors)} tensors, every byte as {' and '.join(_readers(files))} read it")
+            print(f"verify: {len(state)} tensors, every byte as {' and '.join(_readers(files))} read it")
     return 1 if differences else 0
 
 
@@ -84,22 +103,45 @@ def _import_safetensors() -> Any:
     return safetensors
 
 
-def _differences(files: CheckpointFiles, state: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors whose bytes are not those that safetensors, or torch, reads; sorted."""
+def _differences(state: Mapping[str, Tensor], expected: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the tensors whose bytes are not those that are expected; sorted."""
+    different = []
+    for name, tensor in expected:
+        loaded, tensor = state[name].cpu(), tensor.cpu()
+        if (
+            tensor.dtype != loaded.dtype
+            or tensor.shape != loaded.shape
+            or not torch.equal(tensor.reshape(-1).view(torch.uint8), loaded.reshape(-1).view(torch.uint8))
+        ):
+            different.append(name)
+    return sorted(different, key=natural_key)
+
+
+def _read_files(files: CheckpointFiles) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, as safetensors, or torch, reads it."""
     names_by_shard: defaultdict[str, list[str]] = defaultdict(list)
     for entry in files.tensors.values():
         names_by_shard[entry.shard.path].append(entry.name)
-    different = []
     for path, names in names_by_shard.items():
-        for name, expected in _read_again(path, names):
-            loaded = state[name].cpu()
-            if (
-                expected.dtype != loaded.dtype
-                or expected.shape != loaded.shape
-                or not torch.equal(expected.reshape(-1).view(torch.uint8), loaded.reshape(-1).view(torch.uint8))
-            ):
-                different.append(name)
-    return sorted(different, key=natural_key)
+        yield from _read_again(path, names)
+
+
+def _loaded_again(
+    model: torch.nn.Module, checkpoint: CheckpointSource, rank: ParallelConfig, files: CheckpointFiles
+) -> Iterator[tuple[str, Tensor]]:
+    """What the same model gets by its own weight loaders from whole tensors that safetensors, or torch, reads."""
+
+    class Reader(StreamModelLoader):
+        def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+            return _read_files(files)
+
+    dtype = next(model.parameters()).dtype
+    device = next(model.parameters()).device
+    config = config_of(checkpoint)
+    again = make_shell(config, parallel=rank, dtype=dtype, device=device)
+    Reader(checkpoint, config, parallel=rank).load_weights(again)
+    process_weights_after_loading(again, dtype)
+    yield from again.state_dict().items()
 
 
 def _read_again(path: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -15,12 +15,14 @@ from ..config import LoadConfig
 from ..errors import listed
 from ..loading import Checkpoint, open_checkpoint, progress_bar
 from ..names import natural_key
+from ..plan import LoadPlan, PlanningProgram, open_plan, plan_of, require_names
 from ..program import Program
 from ..regions import is_dense
 from ..report import LoadReport
+from ..stream import Order
 from ..tensor import CheckpointTensor
 from .mapping import WeightsMapper
-from .placement import Order, Placement, Step
+from .placement import Placement, Step
 from .reconcile import check_coverage, reconcile, weight_loader
 
 if TYPE_CHECKING:
@@ -86,8 +88,7 @@ def fast_load(
         >>> report.missing_keys
         []
     """
-    if order not in get_args(Order):
-        raise ValueError(f"order is {order!r}; accepted is {' or '.join(map(repr, get_args(Order)))}")
+    _require_order(order)
     started = time.perf_counter()
     targets = _targets(model)
     placement = Placement(model, targets, mapper)
@@ -100,6 +101,56 @@ def fast_load(
     report.seconds["total"] = time.perf_counter() - started
     logger.info("%s", report.summary())
     return report
+
+
+def plan_load(
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    path: CheckpointPath,
+    *,
+    mapper: WeightsMapper | None = None,
+    filters: Sequence[Filter | None] = (),
+    order: Order = "file",
+    strict: bool = True,
+    config: LoadConfig | None = None,
+    explain: Collection[str] = (),
+) -> LoadPlan:
+    """Plans what `fast_load` would do with these arguments, which it describes, and leaves the parameters as they are.
+
+    Weight loaders run. What they look at is read, and nothing else. The numbers are those of the load; but where
+    recording takes longer than `coverage_wait_seconds`, reads are grouped by how fast it is, and may differ a little.
+
+    Args:
+        model: its parameters may lie in a `ReservedMemory`, which costs none.
+        explain: names of the checkpoint's tensors, and of the model's, whose copies the plan shall list.
+
+    Raises:
+        ValueError: a name to explain that neither side has; and as `fast_load`, as are all others.
+    """
+    _require_order(order)
+    targets = _targets(model)
+    placement = Placement(model, targets, mapper)
+    checkpoint = open_plan(path, filters=(*filters, placement.rule_of), config=config, explain=explain)
+    try:
+        require_names(explain, {**targets, **checkpoint.files.tensors})
+        placement.settle(checkpoint, order)
+        report = _load(model, targets, placement, checkpoint, path, strict=strict, progress=False)
+        plan = plan_of(checkpoint, report)
+    finally:
+        checkpoint.close()
+    tensors = [*targets.values(), *(model.buffers() if isinstance(model, torch.nn.Module) else ())]
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    for tensor in storages.values():
+        num_bytes = tensor.untyped_storage().nbytes()
+        if tensor.device.type == "cpu":
+            plan.memory.host_parameters += num_bytes
+        else:
+            plan.memory.device_parameters += num_bytes
+    return plan
+
+
+def _require_order(order: Order) -> None:
+    if order not in get_args(Order):
+        raise ValueError(f"order is {order!r}; accepted is {' or '.join(map(repr, get_args(Order)))}")
 
 
 def _targets(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -191,7 +242,7 @@ def _load(
             model, {name: targets[name] for name in filled.values()}, program, report, path=path, strict=strict
         )
         program.run()
-        if isinstance(model, torch.nn.Module):
+        if isinstance(model, torch.nn.Module) and not isinstance(program, PlanningProgram):
             land_leftovers(model)
             placement.settle_ties()
     report.skipped = {name: placement.skipped[name] for name in sorted(placement.skipped, key=natural_key)}

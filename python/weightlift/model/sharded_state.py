@@ -1,0 +1,171 @@
+"""One rank's slices, ready: saved after a load, so that the next one reads them from end to end and cuts nothing.
+
+Files have vLLM's names, `model-rank-R-part-P.safetensors`, or `model-pp-S-tp-R-part-P.safetensors` where there are
+several pipeline stages, and are safetensors; tensors have the names of the model's own parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import CheckpointSource
+from ..errors import CheckpointError, listed
+from ..report import LoadReport
+from ..safetensors_file import FORMAT_NAMES
+from .formats import DefaultModelLoader
+from .loader import fast_load
+from .parallel import ParallelConfig
+
+# What vLLM's example writes.
+MAX_FILE_BYTES = 5 << 30
+
+_NUMBERS = [field.name for field in fields(ParallelConfig) if field.type == "int"]
+
+
+class ShardedStateLoader(DefaultModelLoader):
+    """Loads what `save_sharded_state` or vLLM has saved of this rank, straight into the parameters."""
+
+    def __init__(self, source: CheckpointSource, *args: Any, **kwargs: Any) -> None:
+        super().__init__(source, *args, **kwargs)
+        pattern = f"{_prefix(self.parallel)}-part-*.safetensors"
+        self.source = replace(source, load_format="sharded_state", allow_patterns=[pattern])
+
+    def check(self) -> None:
+        for shard in self.files.shards:
+            saved = {key: value for key, value in (shard.metadata or {}).items() if key in _NUMBERS}
+            here = {key: value for key, value in _metadata(self.parallel).items() if key in saved}
+            if saved != here:
+                raise CheckpointError(
+                    f"expected the slices of {_spelled(here)}, found those of {_spelled(saved)}; load with the numbers "
+                    "of ranks that they were saved with, or save them anew with `weightlift save-sharded`",
+                    path=shard.path,
+                    reason="OtherRanks",
+                )
+
+    def load_weights(self, model: nn.Module) -> LoadReport:
+        # Without keep_vars, tensors have no weight loaders.
+        return fast_load(
+            model.state_dict(), self.source, strict=self.strict, config=self.load_config, progress=self.progress
+        )
+
+
+def save_sharded_state(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    parallel: ParallelConfig,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+    """Saves a loaded model's parameters and persistent buffers, as they are.
+
+    A tensor that has several names, as tied ones have, is saved under that which comes first in the alphabet, as in
+    vLLM. Each file gets its name when it is whole.
+
+    Args:
+        model: of one rank.
+        folder: where the files go; made if it is not there.
+        parallel: which rank it is.
+        max_file_bytes: a file ends before the tensor with which its data would be larger.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        FileExistsError: the folder has files of that rank.
+        ValueError: the rank has no name: tensor and expert parallelism are over different ranks.
+    """
+    folder = os.fspath(folder)
+    os.makedirs(folder, exist_ok=True)
+    prefix = _prefix(parallel)
+    existing = glob.glob(os.path.join(glob.escape(folder), f"{prefix}-part-*.safetensors"))
+    if existing:
+        names = listed(os.path.basename(path) for path in existing)
+        raise FileExistsError(f"{folder} has slices of that rank: {names}; remove them, or save to another folder")
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    part_bytes = 0
+    for name, tensor in _without_aliases(model.state_dict()).items():
+        if parts[-1] and part_bytes + tensor.nbytes > max_file_bytes:
+            parts.append({})
+            part_bytes = 0
+        parts[-1][name] = tensor
+        part_bytes += tensor.nbytes
+    paths = []
+    for number, part in enumerate(parts):
+        paths.append(os.path.join(folder, f"{prefix}-part-{number}.safetensors"))
+        _write(paths[-1], part, {"format": "pt", **_metadata(parallel)})
+    return paths
+
+
+def _prefix(parallel: ParallelConfig) -> str:
+    """How the names of a rank's files start."""
+    rank, size = (parallel.tp_rank, parallel.tp_size) if parallel.tp_size > 1 else (parallel.ep_rank, parallel.ep_size)
+    if parallel.ep_size > 1 and (rank, size) != (parallel.ep_rank, parallel.ep_size):
+        raise ValueError(
+            f"files of sharded_state are numbered by one rank; expected the ranks of experts to be those of tensor "
+            f"parallelism, found {_spelled(_metadata(parallel))}"
+        )
+    return f"model-pp-{parallel.pp_rank}-tp-{rank}" if parallel.pp_size > 1 else f"model-rank-{rank}"
+
+
+def _metadata(parallel: ParallelConfig) -> dict[str, str]:
+    return {name: str(getattr(parallel, name)) for name in _NUMBERS}
+
+
+def _spelled(numbers: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in numbers.items())
+
+
+def _without_aliases(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
+        first[key] = min(first.get(key, name), name)
+    kept = set(first.values())
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _write(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file; tensors of large elements first, so that all are aligned to theirs."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        shape = list(tensor.shape)
+        if FORMAT_NAMES[tensor.dtype] == "F4":  # two of the format's values in one of torch's
+            shape[-1] *= 2
+        header[name] = {
+            "dtype": FORMAT_NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = f"{path}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                tensor = tensors[name].detach().cpu().contiguous()
+                file.write(_memory_of(tensor))
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        raise
+
+
+def _memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a contiguous tensor; valid as long as the tensor is."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
