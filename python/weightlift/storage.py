@@ -34,13 +34,12 @@ _MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 def make_pipeline(config: ResolvedConfig, shards: Sequence[Shard]) -> _C.Pipeline:
     """A pipeline for these files: what the user decided, and defaults for the rest."""
     num_threads = config.num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    chunk_bytes = min(config.chunk_bytes or CHUNK_BYTES, config.staging_bytes)
     pipeline = _C.Pipeline(
         strategy=config.strategy,
         backend=config.backend,
         queue_depth=config.queue_depth or QUEUE_DEPTH,
         num_threads=num_threads,
-        chunk_bytes=chunk_bytes // CHUNK_UNIT * CHUNK_UNIT,
+        chunk_bytes=chunk_bytes(config),
         staging_bytes=config.staging_bytes,
         merge_gap_bytes=MERGE_GAP_BYTES if config.merge_gap_bytes is None else config.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
@@ -48,6 +47,11 @@ def make_pipeline(config: ResolvedConfig, shards: Sequence[Shard]) -> _C.Pipelin
     for shard in shards:
         pipeline.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
     return pipeline
+
+
+def chunk_bytes(config: ResolvedConfig) -> int:
+    """Most bytes of one read, and of what is in one staging buffer."""
+    return min(config.chunk_bytes or CHUNK_BYTES, config.staging_bytes) // CHUNK_UNIT * CHUNK_UNIT
 
 
 def max_open_files() -> int:
