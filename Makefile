@@ -6,10 +6,10 @@ SHELL := /bin/bash
 export TORCH ?= torch==2.13.0
 export PYTHON ?= python3
 BIN := .venv/bin
-NATIVE_SOURCES = $(shell find csrc tests/native -name '*.h' -o -name '*.cpp')
+NATIVE_SOURCES = $(shell find csrc tests/native benchmarks/native -name '*.h' -o -name '*.cpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench clean
+.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-ops clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -59,6 +59,11 @@ format:  ## Format all sources
 
 bench: setup  ## Speed and memory beside safetensors and plain reads (BENCH_ARGS="--quick --csv out.csv")
 	$(BIN)/python -m benchmarks.load $(BENCH_ARGS)
+
+bench-ops: setup  ## Speed of each fused op beside memcpy (needs libbenchmark-dev; BENCH_ARGS="--benchmark_filter=awq")
+	@$(BIN)/cmake -S . -B build/bench_ops -G Ninja -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DWEIGHTLIFT_BUILD_BENCHMARKS=ON >/dev/null
+	@$(BIN)/ninja -C build/bench_ops --quiet bench_ops
+	build/bench_ops/benchmarks/native/bench_ops $(BENCH_ARGS)
 
 clean:  ## Remove what was built (not .venv, .venv-vllm)
 	rm -rf build dist

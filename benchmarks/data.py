@@ -66,6 +66,13 @@ def experts(num_tensors: int) -> Path:
     return _written(f"experts-{num_tensors}", shards)
 
 
+def weights(dtype: torch.dtype, shape: tuple[int, int], num_bytes: int) -> Path:
+    """A folder with weights of one shape, about that many bytes together, in one shard."""
+    count = max(1, num_bytes // (math.prod(shape) * dtype.itemsize))
+    name = f"weights-{str(dtype).removeprefix('torch.')}-{shape[0]}x{shape[1]}-{count}"
+    return _written(name, [{f"w.{i}": (shape, dtype) for i in range(count)}])
+
+
 def shard_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -102,5 +109,6 @@ def _random(shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> Ite
         for name, (shape, dtype) in shard.items():
             num_words = math.prod(shape) * dtype.itemsize // 2
             words = torch.randint(-(1 << 15), 1 << 15, (num_words,), dtype=torch.int16, generator=generator)
-            tensors[name] = (words & ~0x4000).view(dtype).view(shape)
+            top_bits = 0x4040 if dtype.itemsize == 1 else 0x4000
+            tensors[name] = (words & ~top_bits).view(dtype).view(shape)
         yield tensors

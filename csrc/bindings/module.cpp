@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/ops.h"
 #include "plan/geometry.h"
 #include "plan/ledger.h"
 #include "readers/make_reader.h"
@@ -218,7 +219,8 @@ Stats stats_of(const Pipeline& pipeline) {
   }
   return py::dict(py::arg("bytes_needed") = stats.bytes_needed, py::arg("bytes_read") = stats.bytes_read,
                   py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("num_reads") = stats.num_reads,
-                  py::arg("num_transfers") = stats.num_transfers, py::arg("buffered_reader") = stats.readers[0],
+                  py::arg("num_transfers") = stats.num_transfers, py::arg("num_whole_ops") = stats.num_whole_ops,
+                  py::arg("whole_op_bytes") = stats.whole_op_bytes, py::arg("buffered_reader") = stats.readers[0],
                   py::arg("direct_reader") = stats.readers[1], py::arg("fallbacks") = stats.fallbacks,
                   py::arg("files") = files);
 }
@@ -235,6 +237,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "weightlift's core: see csrc/README.md";
   using namespace pybind11::literals;  // for "x"_a
 
+  bind_ops(m);
+
   py::class_<Batch>(m, "Batch", "Transfers with disjoint destinations, on their way to a Pipeline.")
       .def(py::init<>())
       .def_readonly("label", &Batch::label)
@@ -248,6 +252,14 @@ PYBIND11_MODULE(_C, m) {
           },
           "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
           "sizes"_a, "Adds a transfer. Strides in elements, offset in bytes.")
+      .def(
+          "add_op",
+          [](Batch& batch, int64_t id, int32_t file, int64_t src_offset, int64_t src_row_stride,
+             std::shared_ptr<Op> op) {
+            batch.transfers.push_back(make_op_transfer(id, file, src_offset, src_row_stride, std::move(op)));
+          },
+          "id"_a, "file"_a, "src_offset"_a, "src_row_stride"_a, "op"_a,
+          "Adds an op, of rows of the file that lie src_row_stride bytes apart.")
       .def("ids",
            [](const Batch& batch) {
              std::vector<int64_t> ids;
@@ -284,6 +296,15 @@ PYBIND11_MODULE(_C, m) {
           "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements "
           "overlap "
           "on either side. Strides in elements, offset in bytes.")
+      .def(
+          "record_op",
+          [](Ledger& ledger, int64_t id, int32_t file, int64_t src_offset, int64_t src_row_stride,
+             std::shared_ptr<Op> op) {
+            ledger.add(make_op_transfer(id, file, src_offset, src_row_stride, std::move(op)));
+            return ledger.waiting_bytes();
+          },
+          "id"_a, "file"_a, "src_offset"_a, "src_row_stride"_a, "op"_a,
+          "Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.")
       .def("track_writes", &Ledger::track_writes, "Remembers writes from here on, for coverage().")
       .def(
           "add_write",

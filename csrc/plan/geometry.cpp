@@ -49,6 +49,22 @@ ByteRange source_bounds(const Transfer& transfer) {
   return bounds;
 }
 
+ByteRange destination_bounds(const Transfer& transfer) {
+  const auto begin = reinterpret_cast<int64_t>(transfer.dst);
+  if (transfer.op) {
+    const OpOutput& output = transfer.op->outputs().front();
+    return {begin, begin + (output.num_rows - 1) * output.row_stride + output.row_bytes};
+  }
+  int64_t end = begin + element_bytes(transfer.dst_type);
+  for (const Dim& dim : transfer.dims) end += (dim.size - 1) * dim.dst_stride;
+  return {begin, end};
+}
+
+int64_t destination_bytes(const Transfer& transfer) {
+  if (transfer.op) return transfer.op->outputs().front().num_rows * transfer.op->outputs().front().row_bytes;
+  return transfer.num_elements() * element_bytes(transfer.dst_type);
+}
+
 int64_t source_byte(const Transfer& transfer, int64_t index) {
   int64_t byte = 0;
   for (auto dim = transfer.dims.rbegin(); dim != transfer.dims.rend(); ++dim) {
@@ -204,6 +220,10 @@ Region::Region(int64_t begin, int64_t item_bytes, std::vector<RegionDim> dims)
 }
 
 Region Region::destination_of(const Transfer& transfer) {
+  if (transfer.op) {
+    const OpOutput& output = transfer.op->outputs().front();
+    return Region(reinterpret_cast<int64_t>(output.data), output.row_bytes, {{output.num_rows, output.row_stride}});
+  }
   std::vector<RegionDim> dims;
   dims.reserve(transfer.dims.size());
   for (const Dim& dim : transfer.dims) dims.push_back({dim.size, dim.dst_stride});

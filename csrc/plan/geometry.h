@@ -34,6 +34,12 @@ bool destination_is_nested(const Transfer& transfer);
 // Bytes of the file, from the transfer's first to its last needed byte.
 ByteRange source_bounds(const Transfer& transfer);
 
+// Addresses from the first to behind the last byte that a transfer writes.
+ByteRange destination_bounds(const Transfer& transfer);
+
+// How many bytes a transfer writes.
+int64_t destination_bytes(const Transfer& transfer);
+
 // Where element number `index` in source order lies, as a byte offset from the first element. REQUIRES: index <
 // num_elements.
 int64_t source_byte(const Transfer& transfer, int64_t index);

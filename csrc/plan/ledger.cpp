@@ -5,13 +5,6 @@
 #include <utility>
 
 namespace weightlift {
-namespace {
-
-int64_t destination_bytes(const Transfer& transfer) {
-  return transfer.num_elements() * element_bytes(transfer.dst_type);
-}
-
-}  // namespace
 
 void Ledger::add(Transfer transfer) {
   Region region = Region::destination_of(transfer);

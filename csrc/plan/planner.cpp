@@ -33,12 +33,42 @@ struct LaterSpan {
 
 // One run of bytes on both sides, which may be cut at any byte: what make_transfer() makes of contiguous copies.
 bool is_plain(const Transfer& transfer) {
-  return transfer.src_type == ElementType::kBytes1 && transfer.dst_type == ElementType::kBytes1 &&
+  return !transfer.op && transfer.src_type == ElementType::kBytes1 && transfer.dst_type == ElementType::kBytes1 &&
          transfer.dims.size() == 1 && transfer.dims[0].src_stride == 1 && transfer.dims[0].dst_stride == 1;
 }
 
-// Cuts a transfer's source where its gaps are larger than the bound.
+// Bytes of the file that elements [first, last) occupy, gaps and repeats not counted.
+int64_t occupied_bytes(const Transfer& transfer, int64_t first, int64_t last) {
+  int64_t repeats = 1;
+  for (const Dim& dim : transfer.dims) {
+    if (dim.src_stride == 0) repeats *= dim.size;
+  }
+  return (last - first) / repeats * element_bytes(transfer.src_type);
+}
+
+// Offset in the file behind an element.
+int64_t element_end(const Transfer& transfer, int64_t index) {
+  return transfer.src_offset + source_byte(transfer, index) + element_bytes(transfer.src_type);
+}
+
+// Whether a granule's rows lie so far apart that each is read on its own.
+bool has_rows_apart(const Transfer& transfer, int64_t merge_gap_bytes) {
+  if (!transfer.op || transfer.op->source().granule_rows == 1) return false;
+  const int64_t row_bytes = transfer.op->source().row_bytes;
+  return source_byte(transfer, row_bytes) - row_bytes > merge_gap_bytes;
+}
+
+// Cuts a transfer's source where its gaps are larger than the bound, but not inside of a granule.
 void add_spans(const Transfer& transfer, int32_t position, int64_t merge_gap_bytes, std::vector<Span>& spans) {
+  if (has_rows_apart(transfer, merge_gap_bytes)) {
+    const int64_t elements = transfer.num_elements();
+    for (int64_t first = 0; first < elements; first += transfer.granule()) {
+      const int64_t last = std::min(first + transfer.granule(), elements);
+      spans.push_back(
+          {transfer.src_offset + source_byte(transfer, first), element_end(transfer, last - 1), position, first, last});
+    }
+    return;
+  }
   int64_t extent = element_bytes(transfer.src_type);  // of what lies inside dimension d, in the file
   int64_t elements = 1;
   size_t outer = transfer.dims.size();  // dims[0, outer) are walked one by one, the rest is one span
@@ -68,28 +98,6 @@ void add_spans(const Transfer& transfer, int32_t position, int64_t merge_gap_byt
   }
 }
 
-// Bytes of the file that elements [first, last) occupy, gaps and repeats not counted.
-int64_t occupied_bytes(const Transfer& transfer, int64_t first, int64_t last) {
-  int64_t repeats = 1;
-  for (const Dim& dim : transfer.dims) {
-    if (dim.src_stride == 0) repeats *= dim.size;
-  }
-  return (last - first) / repeats * element_bytes(transfer.src_type);
-}
-
-// Offset in the file behind an element.
-int64_t element_end(const Transfer& transfer, int64_t index) {
-  return transfer.src_offset + source_byte(transfer, index) + element_bytes(transfer.src_type);
-}
-
-// Addresses from the first to behind the last byte that a transfer writes.
-ByteRange destination_bounds(const Transfer& transfer) {
-  const auto begin = reinterpret_cast<int64_t>(transfer.dst);
-  int64_t end = begin + element_bytes(transfer.dst_type);
-  for (const Dim& dim : transfer.dims) end += (dim.size - 1) * dim.dst_stride;
-  return {begin, end};
-}
-
 // Memory that destinations fill and that is worth preparing.
 struct Destination {
   ByteRange memory;
@@ -107,8 +115,7 @@ class Destinations {
     for (const Transfer& transfer : transfers) {
       const ByteRange extent = destination_bounds(transfer);
       // A few columns of a wide matrix are no reason to give memory to all of it.
-      const int64_t filled = transfer.num_elements() * element_bytes(transfer.dst_type);
-      if (extent.size() > kMaxSparseness * filled) continue;
+      if (extent.size() > kMaxSparseness * destination_bytes(transfer)) continue;
       // In whole pages, so that destinations that an allocator laid side by side are one, and get huge pages as one.
       bounds.push_back({align_down(extent.begin, kPageBytes), align_up(extent.end, kPageBytes)});
     }
@@ -146,6 +153,10 @@ class FilePlanner {
     while (peek()) {
       const Span span = pop();
       const ReadMode mode = mode_at(span.begin);
+      if (has_rows_apart(transfer_of(span), options_.merge_gap_bytes)) {
+        read_rows(span, mode);
+        continue;
+      }
       const std::optional<ByteRange> in_place = in_place_part(span, span.begin, mode);
       if (in_place && in_place->begin == span.begin) {
         read_in_place(span, *in_place, mode);
@@ -275,25 +286,34 @@ class FilePlanner {
   void read_staged(const ReadMode& mode) {
     const int64_t begin = peek()->begin;
     const int64_t submitted_begin = align_down(begin, mode.offset_alignment);
-    const int64_t limit = mode_end(begin, align_down(begin, options_.chunk_bytes) + options_.chunk_bytes, mode);
+    // On a grid in the file, so that a direct read begins where the one before ended. Granules don't keep to it.
+    const int64_t cell = transfer_of(*peek()).op ? submitted_begin : align_down(begin, options_.chunk_bytes);
+    const int64_t limit = mode_end(begin, cell + options_.chunk_bytes, mode);
     const auto first_piece = static_cast<int64_t>(plan_.pieces.size());
     const auto read = static_cast<int32_t>(plan_.reads.size());
     int64_t end = begin;
     int64_t needed = 0;
     bool gapless = true;
-    while (peek() && peek()->begin < limit && peek()->begin - end <= options_.merge_gap_bytes) {
+    while (peek() && peek()->begin < limit && peek()->begin - end <= options_.merge_gap_bytes &&
+           !has_rows_apart(transfer_of(*peek()), options_.merge_gap_bytes)) {
       const Span span = pop();
       const Transfer& transfer = transfer_of(span);
       const std::optional<ByteRange> in_place = in_place_part(span, end, mode);
       const int64_t stop = in_place ? std::min(limit, in_place->begin) : limit;
-      int64_t last = span.end <= stop ? span.last : elements_ending_by(transfer, stop);
+      int64_t last = span.last;
+      if (stop < span.end) {
+        last = elements_ending_by(transfer, stop);
+        last -= last % transfer.granule();
+      }
       if (last <= span.first) {
-        // Not one element fits. At the start of a read it is taken all the same: it straddles a border.
+        // Not one element or granule fits. At the start of a read it is taken all the same: it straddles a border.
         if (static_cast<int64_t>(plan_.pieces.size()) > first_piece) {
           rest_.push(span);
           break;
         }
-        last = std::min(span.last, elements_ending_by(transfer, element_end(transfer, span.first)));
+        last = transfer.op ? span.first + transfer.granule()
+                           : elements_ending_by(transfer, element_end(transfer, span.first));  // repeats included
+        last = std::min(span.last, last);
       }
       const int64_t piece_end = element_end(transfer, last - 1);
       const int64_t occupied = occupied_bytes(transfer, span.first, last);
@@ -312,22 +332,66 @@ class FilePlanner {
     plan_.bytes_read += length;
     const int64_t transfer_id =
         plan_.transfers[static_cast<size_t>(plan_.pieces[static_cast<size_t>(first_piece)].transfer)].id;
-    open_chunk(length, mode, first_piece);
-    plan_.reads.push_back({file_, submitted_begin, length, end, nullptr, chunk_->staging_bytes, transfer_id});
-    chunk_->staging_bytes += align_up(length, kStagingAlignment);
-    ++chunk_->num_reads;
-    chunk_->num_pieces += static_cast<int64_t>(plan_.pieces.size()) - first_piece;
+    // Side by side in the staging buffer: the pieces see one read.
+    std::vector<Read> reads;
+    for (int64_t at = 0; at < length; at += options_.chunk_bytes) {
+      const int64_t offset = submitted_begin + at;
+      const int64_t part = std::min(options_.chunk_bytes, length - at);
+      reads.push_back({file_, offset, part, std::min(end, offset + part), nullptr, at, transfer_id});
+    }
+    add_to_chunk(reads, align_up(length, kStagingAlignment), mode, first_piece);
   }
 
-  // Makes sure that `chunk_` can take another read.
-  void open_chunk(int64_t length, const ReadMode& mode, int64_t first_piece) {
-    if (chunk_ && (chunk_->direct != mode.direct || chunk_->num_reads == kMaxReadsPerChunk ||
-                   chunk_->staging_bytes + length > options_.chunk_bytes)) {
+  // Reads the rows of one granule each on its own.
+  void read_rows(const Span& span, const ReadMode& mode) {
+    const Transfer& transfer = transfer_of(span);
+    const int64_t row_bytes = transfer.op->source().row_bytes;
+    const auto first_piece = static_cast<int64_t>(plan_.pieces.size());
+    std::vector<Read> reads;
+    int64_t staging_bytes = 0;
+    for (int64_t first = span.first; first < span.last; first += row_bytes) {
+      const int64_t begin = transfer.src_offset + source_byte(transfer, first);
+      const int64_t end = begin + row_bytes;
+      const int64_t submitted_begin = align_down(begin, mode.offset_alignment);
+      const int64_t length = align_up(end, mode.offset_alignment) - submitted_begin;
+      reads.push_back({file_, submitted_begin, length, end, nullptr, staging_bytes, transfer.id});
+      staging_bytes += align_up(length, kStagingAlignment);
+      plan_.bytes_read += length;
+    }
+    plan_.bytes_needed += span.last - span.first;
+    plan_.pieces.push_back({span.transfer, static_cast<int32_t>(plan_.reads.size()), span.first, span.last});
+    prepare_for(transfer, span.first, span.last, mode.direct);
+    add_to_chunk(reads, staging_bytes, mode, first_piece);
+  }
+
+  // Puts reads, and the pieces from `first_piece` on, which arrive with all of them, into one chunk: the open one, or a
+  // new one if that has no room. The reads' staging offsets count from the first of them.
+  void add_to_chunk(const std::vector<Read>& reads, int64_t staging_bytes, const ReadMode& mode, int64_t first_piece) {
+    const auto num_reads = static_cast<int32_t>(reads.size());
+    if (chunk_ && (chunk_->direct != mode.direct || chunk_->num_reads + num_reads > kMaxReadsPerChunk ||
+                   chunk_->staging_bytes + staging_bytes > options_.chunk_bytes)) {
       close_chunk();
     }
     if (!chunk_) {
       chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, -1};
     }
+    for (Read read : reads) {
+      read.staging_offset += chunk_->staging_bytes;
+      plan_.reads.push_back(read);
+    }
+    for (auto piece = plan_.pieces.begin() + first_piece; piece != plan_.pieces.end(); ++piece) {
+      piece->num_reads = num_reads;
+      note_whole_op(plan_.transfers[static_cast<size_t>(piece->transfer)], staging_bytes);
+      ++chunk_->num_pieces;
+    }
+    chunk_->num_reads += num_reads;
+    chunk_->staging_bytes += staging_bytes;
+  }
+
+  void note_whole_op(const Transfer& transfer, int64_t staging_bytes) {
+    if (!transfer.op || !transfer.op->needs_whole_source() || staging_bytes <= options_.chunk_bytes) return;
+    ++plan_.num_whole_ops;
+    plan_.whole_op_bytes = std::max(plan_.whole_op_bytes, staging_bytes);
   }
 
   void close_chunk() {

@@ -7,6 +7,9 @@
 // read of its own costs as much as that many bytes more of a running one. The same rule decides for a strided source
 // between its pieces and the whole span, dimension by dimension from the inside. Direct reads are widened to the file's
 // alignment.
+//
+// The source of an op is cut at its granules: all bytes of a granule arrive in one chunk, which grows beyond
+// `chunk_bytes` where a single granule is larger.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +32,8 @@ struct ReadMode {
 };
 
 struct PlanOptions {
-  int64_t chunk_bytes = 0;      // most bytes of one chunk; a multiple of every alignment and of 4096
+  int64_t chunk_bytes = 0;      // most bytes of one read, and of one chunk but for large granules; a multiple of every
+                                // alignment and of 4096
   int64_t merge_gap_bytes = 0;  // see above
   // The way to read [begin, end) of a file; asked for windows of kModeWindow bytes.
   std::function<ReadMode(int32_t file, ByteRange window)> mode_of;
@@ -59,12 +63,13 @@ struct Read {
   int64_t transfer_id;     // of its first transfer, to name it in an error
 };
 
-// Elements [first, last) of a transfer, in source order, arrive with this read.
+// Elements [first, last) of a transfer, in source order, arrive with this read and those behind it in the plan.
 struct Piece {
   int32_t transfer;  // position in Plan::transfers
-  int32_t read;      // position in Plan::reads
+  int32_t read;      // position in Plan::reads, of the first
   int64_t first;
   int64_t last;
+  int32_t num_reads = 1;
 };
 
 struct Chunk {
@@ -86,6 +91,8 @@ struct Plan {
   std::vector<ByteRange> advised;       // destination memory to give huge pages to when it is written
   int64_t bytes_needed = 0;             // distinct bytes of files that the transfers ask for
   int64_t bytes_read = 0;               // what the reads fetch: their lengths as submitted
+  int64_t num_whole_ops = 0;            // ops that need their whole source at once, and a chunk larger than others
+  int64_t whole_op_bytes = 0;           // of the largest such chunk
 };
 
 // REQUIRES: transfers canonical, source_is_nested(), destinations disjoint; options.mode_of set. Throws nothing but

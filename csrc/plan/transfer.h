@@ -1,11 +1,14 @@
-// Transfer: one recorded copy, from a strided view of a file to a strided view of memory.
+// Transfer: one recorded copy, from a strided view of a file to a strided view of memory; or an op in place of the
+// copy.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "transform/element.h"
+#include "transform/op.h"
 
 namespace weightlift {
 
@@ -28,17 +31,27 @@ struct Transfer {
   int64_t src_offset = 0;  // of the first element, from the start of the file, bytes
   std::byte* dst = nullptr;
   std::vector<Dim> dims;
+  // What becomes of the elements on their way, where that is more than a copy: its one output is the destination, and
+  // `dims` walk its source rows byte by byte (their destination strides say where a byte lies among packed rows).
+  std::shared_ptr<const Op> op = nullptr;
 
   int64_t num_elements() const {
     int64_t n = 1;
     for (const Dim& dim : dims) n *= dim.size;
     return n;
   }
+  // Elements that have to arrive together: parts begin at multiples of it, and end at one or at num_elements().
+  int64_t granule() const { return op ? op->source().granule_rows * op->source().row_bytes : 1; }
 };
 
 // Brings a transfer with dims in any order into canonical form. A copy between two contiguous views becomes one of
 // bytes, so that it may be cut anywhere. REQUIRES: sizes > 0, strides >= 0.
 Transfer make_transfer(int64_t id, int32_t file, ElementType src_type, int64_t src_offset, ElementType dst_type,
                        std::byte* dst, std::vector<Dim> dims);
+
+// A transfer whose bytes are an op's source rows, `src_row_stride` bytes apart. Throws std::invalid_argument where rows
+// overlap on either side, or the op has not exactly one output.
+Transfer make_op_transfer(int64_t id, int32_t file, int64_t src_offset, int64_t src_row_stride,
+                          std::shared_ptr<const Op> op);
 
 }  // namespace weightlift

@@ -1,55 +1,75 @@
 // BufferRing: the staging memory, one reservation of huge pages cut into equal buffers that are used over and over.
 //
-// Memory: address space for all buffers is reserved at once; a buffer costs memory from its first use on. The buffer
-// that was returned last is handed out first, so that a load that keeps few busy touches few. Threads: none of its own;
-// the caller serialises.
+// Memory: address space for all buffers is reserved at once; a buffer costs memory from its first use on. Those in
+// front are handed out first, so that a load that keeps few busy touches few. What is larger than a buffer gets several
+// that are neighbours; what is larger than all of them gets memory of its own, for one taker at a time. Threads: none
+// of its own; the caller serialises.
 #pragma once
 
-#include <sys/mman.h>
-
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <new>
+#include <optional>
 #include <vector>
 
 #include "staging/pages.h"
-#include "util/align.h"
 
 namespace weightlift {
+
+// Neighbouring buffers of the ring, or memory of its own.
+struct StagingBuffer {
+  std::byte* memory = nullptr;
+  int first = -1;  // buffers [first, first + count) of the ring; count 0: none of them
+  int count = 0;
+};
 
 class BufferRing {
  public:
   // REQUIRES: buffer_bytes a multiple of 4096, num_buffers > 0. Throws std::bad_alloc.
-  BufferRing(int64_t buffer_bytes, int num_buffers) : buffer_bytes_(buffer_bytes) {
-    reserved_ = static_cast<size_t>(buffer_bytes * num_buffers + kHugePageBytes);
-    memory_ = ::mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory_ == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(memory_, reserved_, MADV_HUGEPAGE);
-    base_ = reinterpret_cast<std::byte*>(align_up(reinterpret_cast<int64_t>(memory_), kHugePageBytes));
-    for (int i = num_buffers; i-- > 0;) free_.push_back(i);
-  }
-  ~BufferRing() { ::munmap(memory_, reserved_); }
+  BufferRing(int64_t buffer_bytes, int num_buffers)
+      : buffer_bytes_(buffer_bytes),
+        memory_(buffer_bytes * num_buffers),
+        is_free_(static_cast<size_t>(num_buffers), true) {}
   BufferRing(const BufferRing&) = delete;
   BufferRing& operator=(const BufferRing&) = delete;
 
-  bool empty() const { return free_.empty(); }
-  // REQUIRES: !empty().
-  int take() {
-    const int buffer = free_.back();
-    free_.pop_back();
-    return buffer;
+  bool has_room(int64_t bytes) const {
+    return is_large(bytes) ? !large_.has_value() : find(count_for(bytes)) != is_free_.end();
   }
-  void give_back(int buffer) { free_.push_back(buffer); }
+  // REQUIRES: bytes > 0, has_room(bytes). Throws std::bad_alloc where there is no memory for more than the ring holds.
+  StagingBuffer take(int64_t bytes) {
+    if (is_large(bytes)) {
+      large_.emplace(bytes);
+      return {large_->data(), -1, 0};
+    }
+    const int count = count_for(bytes);
+    const auto found = find(count);
+    const auto first = static_cast<int>(found - is_free_.begin());
+    std::fill_n(is_free_.begin() + first, count, false);
+    return {address(first), first, count};
+  }
+  void give_back(const StagingBuffer& buffer) {
+    if (buffer.count == 0) {
+      large_.reset();
+    } else {
+      std::fill_n(is_free_.begin() + buffer.first, buffer.count, true);
+    }
+  }
 
-  std::byte* address(int buffer) const { return base_ + buffer * buffer_bytes_; }
+  std::byte* address(int buffer) const { return memory_.data() + buffer * buffer_bytes_; }
   int64_t buffer_bytes() const { return buffer_bytes_; }
 
  private:
+  int count_for(int64_t bytes) const { return static_cast<int>((bytes + buffer_bytes_ - 1) / buffer_bytes_); }
+  bool is_large(int64_t bytes) const { return bytes > buffer_bytes_ * static_cast<int64_t>(is_free_.size()); }
+  std::vector<bool>::const_iterator find(int count) const {
+    return std::search_n(is_free_.begin(), is_free_.end(), count, true);
+  }
+
   const int64_t buffer_bytes_;
-  size_t reserved_;
-  void* memory_;
-  std::byte* base_;
-  std::vector<int> free_;
+  HugeMapping memory_;
+  std::vector<bool> is_free_;
+  std::optional<HugeMapping> large_;
 };
 
 }  // namespace weightlift

@@ -114,7 +114,7 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     if (pipeline_.fault_ || queue.empty()) return false;
     const Work& work = queue.front();
     const Chunk& chunk = pipeline_.chunk_of(work);
-    if (chunk.staging_bytes > 0) return !pipeline_.ring_->empty();
+    if (chunk.staging_bytes > 0) return pipeline_.ring_->has_room(chunk.staging_bytes);
     const auto& ready_at = work.segment->preparation_done;
     return chunk.preparation < 0 || ready_at.empty() ||
            ready_at[static_cast<size_t>(chunk.preparation)] <= pipeline_.prepared_;
@@ -126,7 +126,7 @@ bool Pipeline::Lane::take_chunk(bool wait) {
   active->work = queue.front();
   queue.pop_front();
   const Chunk& chunk = pipeline_.chunk_of(active->work);
-  if (chunk.staging_bytes > 0) active->work.buffer = pipeline_.ring_->take();
+  if (chunk.staging_bytes > 0) active->work.buffer = pipeline_.ring_->take(chunk.staging_bytes);
   const Read& read = active->work.segment->plan.reads[static_cast<size_t>(chunk.first_read)];
   active->file = pipeline_.files_[static_cast<size_t>(read.file)].get();
   lock.unlock();
@@ -137,8 +137,9 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     register_files_ = index >= 0;
     if (index >= 0) file_index_[read.file] = index;
   }
-  const int buffer = active->work.buffer;
-  if (register_buffers_ && buffer >= 0 && chunk.staging_bytes >= kMinRegisteredBytes) {
+  // A read lies inside of one registered buffer, so that those across several go without.
+  const int buffer = active->work.buffer.first;
+  if (register_buffers_ && active->work.buffer.count == 1 && chunk.staging_bytes >= kMinRegisteredBytes) {
     if (buffer_index_.size() <= static_cast<size_t>(buffer))
       buffer_index_.resize(static_cast<size_t>(buffer) + 1, kUnknown);
     int& index = buffer_index_[static_cast<size_t>(buffer)];
@@ -156,9 +157,8 @@ bool Pipeline::Lane::take_chunk(bool wait) {
 ReadRequest Pipeline::Lane::request_for(uint64_t token) {
   const ActiveRead& active = reads_[token];
   const Read& read = *active.read;
-  const int buffer = active.chunk->work.buffer;
-  std::byte* begin = read.destination;
-  if (!begin) begin = pipeline_.ring_->address(buffer) + read.staging_offset;
+  const StagingBuffer& buffer = active.chunk->work.buffer;
+  std::byte* begin = read.destination ? read.destination : buffer.memory + read.staging_offset;
   ReadRequest request;
   request.token = token;
   request.buffer = begin + active.done;
@@ -175,8 +175,8 @@ ReadRequest Pipeline::Lane::request_for(uint64_t token) {
     const auto it = file_index_.find(read.file);
     if (it != file_index_.end()) request.file_index = it->second;
   }
-  if (buffer >= 0 && static_cast<size_t>(buffer) < buffer_index_.size()) {
-    request.buffer_index = std::max(-1, buffer_index_[static_cast<size_t>(buffer)]);
+  if (buffer.count == 1 && static_cast<size_t>(buffer.first) < buffer_index_.size()) {
+    request.buffer_index = std::max(-1, buffer_index_[static_cast<size_t>(buffer.first)]);
   }
   return request;
 }
@@ -270,7 +270,8 @@ int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) co
   int64_t id = active.read->transfer_id;
   for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
     const Piece& piece = plan.pieces[static_cast<size_t>(i)];
-    if (&plan.reads[static_cast<size_t>(piece.read)] != active.read) continue;
+    const auto read = static_cast<int32_t>(active.read - plan.reads.data());
+    if (read < piece.read || piece.read + piece.num_reads <= read) continue;
     const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
     const int64_t begin = transfer.src_offset + source_byte(transfer, piece.first);
     const int64_t end = transfer.src_offset + source_byte(transfer, piece.last - 1) + element_bytes(transfer.src_type);

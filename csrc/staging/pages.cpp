@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <new>
+
 #include "util/align.h"
 #include "util/threads.h"
 
@@ -24,6 +26,15 @@ void advise(ByteRange memory, int64_t page, int advice) {
 }
 
 }  // namespace
+
+HugeMapping::HugeMapping(int64_t bytes) : reserved_(static_cast<size_t>(bytes + kHugePageBytes)) {
+  memory_ = ::mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory_ == MAP_FAILED) throw std::bad_alloc();
+  ::madvise(memory_, reserved_, MADV_HUGEPAGE);
+  data_ = reinterpret_cast<std::byte*>(align_up(reinterpret_cast<int64_t>(memory_), kHugePageBytes));
+}
+
+HugeMapping::~HugeMapping() { ::munmap(memory_, reserved_); }
 
 bool pages_untouched(ByteRange memory) {
   const int64_t page = ::sysconf(_SC_PAGESIZE);

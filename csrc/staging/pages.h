@@ -1,10 +1,12 @@
-// Pages of destination memory: whether they exist yet, and making them ready ahead of the reads.
+// Pages: memory in huge ones, and those of destinations: whether they exist yet, and making them ready ahead of the
+// reads.
 //
 // Why: direct I/O into 4 KiB pages is several times slower than into huge pages, and a read that has to fault its pages
 // in waits for each of them to be zeroed.
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -16,6 +18,23 @@
 namespace weightlift {
 
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+// Memory of one's own in huge pages, which cost memory from their first use on.
+class HugeMapping {
+ public:
+  // Throws std::bad_alloc.
+  explicit HugeMapping(int64_t bytes);
+  ~HugeMapping();
+  HugeMapping(const HugeMapping&) = delete;
+  HugeMapping& operator=(const HugeMapping&) = delete;
+
+  std::byte* data() const { return data_; }  // aligned to kHugePageBytes
+
+ private:
+  size_t reserved_;
+  void* memory_;
+  std::byte* data_;
+};
 
 // Whether hardly a page of the range has been touched. One per huge page is looked at, and one in eight may have been:
 // an allocator leaves its marks between blocks. Memory that can't be asked about counts as touched.

@@ -6,9 +6,9 @@
 #include <span>
 #include <utility>
 
+#include "staging/carry_out.h"
 #include "staging/lane.h"
 #include "staging/plan_files.h"
-#include "transform/copy.h"
 #include "util/threads.h"
 
 namespace weightlift {
@@ -83,6 +83,8 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   if (fault_) return id;
   start_threads(segment->plan);
   stats_.bytes_needed += segment->plan.bytes_needed;
+  stats_.num_whole_ops += segment->plan.num_whole_ops;
+  stats_.whole_op_bytes = std::max(stats_.whole_op_bytes, segment->plan.whole_op_bytes);
   stats_.num_transfers += static_cast<int64_t>(segment->plan.transfers.size());
   Segment* added = segment.get();
   segments_.push_back(std::move(segment));
@@ -123,7 +125,7 @@ void Pipeline::start(Segment& segment) {
   std::array<std::vector<Work>, 2> work;
   for (size_t i = 0; i < segment.plan.chunks.size(); ++i) {
     const Chunk& chunk = segment.plan.chunks[i];
-    work[chunk.direct].push_back({&segment, static_cast<int32_t>(i), -1, chunk.num_reads, chunk.direct});
+    work[chunk.direct].push_back({&segment, static_cast<int32_t>(i), {}, chunk.num_reads, chunk.direct});
   }
   for (size_t direct : {0, 1}) {
     if (work[direct].empty()) continue;
@@ -135,7 +137,7 @@ void Pipeline::start(Segment& segment) {
 }
 
 void Pipeline::finish(const Work& work) {
-  if (work.buffer >= 0) {
+  if (work.buffer.memory) {
     ring_->give_back(work.buffer);
     lane_changed_.notify_all();
   }
@@ -207,9 +209,8 @@ void Pipeline::transform(const Work& work) {
   int64_t bytes = 0;
   for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
     const Piece& piece = plan.pieces[static_cast<size_t>(i)];
-    const Read& read = plan.reads[static_cast<size_t>(piece.read)];
     const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
-    copy_elements(transfer, piece.first, piece.last, ring_->address(work.buffer) + read.staging_offset, read.offset);
+    carry_out(plan, piece, work.buffer.memory);
     bytes += (piece.last - piece.first) * element_bytes(transfer.src_type);
   }
   bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);

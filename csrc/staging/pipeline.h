@@ -5,7 +5,8 @@
 // are copied, cast, ... to their destinations) and the buffer is free again; a chunk read in place is done when it has
 // landed.
 //
-// Back-pressure: a lane takes no new chunk without a free buffer, so host memory stays within staging_bytes.
+// Back-pressure: a lane takes no new chunk without a free buffer, so host memory stays within staging_bytes; but for an
+// op's granule that is larger than that, whose chunk gets memory of its own, one at a time.
 // Faults: the first one wins. Nothing new is started after it, what is in flight is waited for, every segment that has
 // not landed fails with it, and so does every later submit. Threads: all methods may be called from any thread, one at
 // a time for submit(). Threads start with the first segment and end with the Pipeline. No static state. Destructor:
@@ -59,6 +60,8 @@ struct PipelineStats {
   int64_t in_place_bytes = 0;
   int64_t num_reads = 0;
   int64_t num_transfers = 0;
+  int64_t num_whole_ops = 0;           // see Plan
+  int64_t whole_op_bytes = 0;          // of the largest
   std::array<std::string, 2> readers;  // names of the buffered and the direct lane's reader; empty: not used
   std::vector<std::string> fallbacks;  // what was not to be had, and why
   std::vector<FileStats> files;
@@ -110,7 +113,7 @@ class Pipeline {
   struct Work {  // a chunk, and where it is
     Segment* segment = nullptr;
     int32_t chunk = -1;
-    int buffer = -1;  // staging buffer; -1: in place
+    StagingBuffer buffer;  // no memory: in place
     int32_t reads_left = 0;
     bool direct = false;
   };

@@ -4,7 +4,30 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Pipeline', 'ReadPlanner', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'e4m3fn_to_e4m3fnuz', 'marlin_repack', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
+class Op:
+    """
+    A fused op, bound to its outputs. See csrc/transform/op.h.
+    """
+    def run(self, address: typing.SupportsInt | typing.SupportsIndex, row_stride: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Carries out all of it, over rows in memory.
+        """
+    @property
+    def granule_rows(self) -> int:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def needs_whole_source(self) -> bool:
+        ...
+    @property
+    def num_rows(self) -> int:
+        ...
+    @property
+    def row_bytes(self) -> int:
+        ...
 class Batch:
     """
     Transfers with disjoint destinations, on their way to a Pipeline.
@@ -16,6 +39,10 @@ class Batch:
     def add(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """
         Adds a transfer. Strides in elements, offset in bytes.
+        """
+    def add_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op) -> None:
+        """
+        Adds an op, of rows of the file that lie src_row_stride bytes apart.
         """
     def ids(self) -> list[int]:
         ...
@@ -60,6 +87,10 @@ class Ledger:
     def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """
         Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes.
+        """
+    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op) -> int:
+        """
+        Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.
         """
     def start(self) -> list[Batch]:
         """
@@ -126,6 +157,22 @@ class ReadPlanner:
         """
         Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).
         """
+def amax(*, src_type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, amax: typing.SupportsInt | typing.SupportsIndex) -> Op:
+    """
+    amax: the address of a float32, which is raised to the largest finite magnitude.
+    """
+def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    ...
+def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    ...
+def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None) -> Op:
+    ...
+def quantize_with(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, scales: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    ...
+def requantize_fp8(*, format: str, parts: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]], new_scale: typing.SupportsFloat | typing.SupportsIndex, limit: typing.SupportsFloat | typing.SupportsIndex, through_fp16: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    """
+    parts: (end row, scale), ascending.
+    """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.

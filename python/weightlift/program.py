@@ -19,10 +19,11 @@ import torch
 from . import _C
 from ._logging import logger
 from .config import MiB, ResolvedConfig
+from .pending import PendingOp, has_rows, run_op
 from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
-from .storage import failure, file_report, make_pipeline, max_open_files
+from .storage import chunk_bytes_of, failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 from .values import SMALL_BYTES, SmallValues
 
@@ -101,6 +102,8 @@ class Program:
         self._forced: set[str] = set()
         self._used: set[str] = set()
         self._num_dropped = 0
+        self._num_whole_ops = 0
+        self._whole_op_bytes = 0
         self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
@@ -185,6 +188,8 @@ class Program:
         strides = src._file_strides
         if source.real is not None or src._pieces is not None or not addressable(dst) or dst.is_neg() or dst.is_conj():
             return False
+        if src._op is not None:
+            return self._record_op(dst, src, src._op)
         seen, filed, wanted = src._dtype, src._file_dtype, dst.dtype
         if seen != filed and seen != wanted:
             return False  # two conversions in a row
@@ -200,11 +205,7 @@ class Program:
                 0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)
             )
             shape = tuple(dst.shape)
-        storage = storage_of(dst)
-        memory = (storage, storage.data_ptr(), storage.nbytes())
-        if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
-            self._check_destinations()  # raises where copies into the old memory are pending
-            self._waiting_memory[storage._cdata] = memory
+        self._hold(dst)
         waiting = self._ledger.record(
             len(self._sources),
             source.file,
@@ -218,6 +219,32 @@ class Program:
         )
         if waiting < 0:
             return False  # overlapping windows, on either side
+        self._after_recording(source, waiting)
+        return True
+
+    def _record_op(self, dst: torch.Tensor, src: CheckpointTensor, pending: PendingOp) -> bool:
+        if dst.shape != src._shape or dst.dtype != src._dtype or not has_rows(dst):
+            return False
+        op = pending.bind(dst)
+        row_stride = None if op is None else pending.row_stride(op)
+        if op is None or row_stride is None:
+            return False
+        self._hold(dst)
+        source = pending.source._source
+        waiting = self._ledger.record_op(len(self._sources), source.file, pending.source._file_offset, row_stride, op)
+        self._after_recording(source, waiting)
+        return True
+
+    def _hold(self, dst: torch.Tensor) -> None:
+        """Keeps the memory of a destination until what is recorded now has landed."""
+        storage = storage_of(dst)
+        memory = (storage, storage.data_ptr(), storage.nbytes())
+        if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
+            self._check_destinations()  # raises where copies into the old memory are pending
+            self._waiting_memory[storage._cdata] = memory
+
+    def _after_recording(self, source: Source, waiting: int) -> None:
+        """Runs what was just recorded, or hands over what has gathered where that is enough."""
         self._sources.append(source.entry)
         self._waiting_files.add(source.file)
         if not self.recording:
@@ -230,7 +257,6 @@ class Program:
             if not self._hold_until:
                 self._start_segment()
         self._last_file = source.file
-        return True
 
     # ---- looking at destinations before their turn
 
@@ -306,6 +332,8 @@ class Program:
             if self.recording:
                 self._forced.add(entry.name)
             self._used.add(entry.name)
+            if tensor._op is not None:
+                return self._read_op(tensor, tensor._op)
             if 0 in shape or (entry.nbytes > SMALL_BYTES and is_nested(shape, strides)):
                 values = empty(shape, contiguous_strides(shape), tensor._file_dtype)
                 self._read_into(values, source, tensor._file_offset, strides)
@@ -335,11 +363,37 @@ class Program:
             values.stride(),
             tuple(values.shape),
         )
+        self._fill(values, batch, source)
+
+    def _fill(self, values: torch.Tensor, batch: _C.Batch, source: Source) -> None:
+        """Runs one transfer into a tensor, now."""
         self._before_reading((source.entry.shard,))
         self._sources.append(source.entry)
         self._reading[id(values)] = values
         self._wait(self._submit(batch, urgent=True))
         del self._reading[id(values)]
+
+    def _read_op(self, tensor: CheckpointTensor, pending: PendingOp) -> torch.Tensor:
+        """What an op makes of a tensor, now."""
+        source = pending.source
+        values = empty(tensor._shape, contiguous_strides(tensor._shape), tensor._dtype)
+        if not values.numel():
+            return values
+        op = pending.bind(values)
+        assert op is not None
+        row_stride = pending.row_stride(op)
+        held = values.nbytes
+        if row_stride is None:
+            held += source.nbytes
+            run_op(op, source._read())
+        else:
+            batch = _C.Batch()
+            batch.add_op(len(self._sources), source._source.file, source._file_offset, row_stride, op)
+            self._fill(values, batch, source._source)
+        if held > chunk_bytes_of(self.config):
+            self._num_whole_ops += 1
+            self._whole_op_bytes = max(self._whole_op_bytes, held)
+        return values
 
     def _read_bytes(self, memory: torch.Tensor, entry: TensorEntry, offset: int) -> None:
         self._read_into(memory, Source(self, entry, self._file_of[id(entry.shard)]), offset, (1,))
@@ -577,7 +631,11 @@ class Program:
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
             report.strategy_notes += self._read_ahead.notes
+        report.num_whole_tensor_ops = self._num_whole_ops
+        report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:
+            report.num_whole_tensor_ops += stats["num_whole_ops"]
+            report.whole_tensor_bytes = max(report.whole_tensor_bytes, stats["whole_op_bytes"])
             for field in ("num_transfers", "bytes_needed", "bytes_read", "num_reads", "in_place_bytes"):
                 setattr(report, field, getattr(report, field) + stats[field])
             report.fallbacks += [text for text in stats["fallbacks"] if text not in report.fallbacks]

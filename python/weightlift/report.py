@@ -53,6 +53,10 @@ class LoadReport:
         bytes_read: bytes read to get them: gaps and alignment included.
         num_reads: reads that brought them.
         direct_bytes, buffered_bytes: of bytes_read, how many passed by, and through, the page cache.
+        num_whole_tensor_ops: ops of `weightlift.ops` that held a whole tensor of more than a chunk in memory, beside
+            their destination: the result depends on all of it (act-order), what it is made of does not lie in the file
+            as rows, or the destination is not made of rows. All others hold a chunk.
+        whole_tensor_bytes: the memory that the largest of them held.
         in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
@@ -77,6 +81,8 @@ class LoadReport:
     direct_bytes: int = 0
     buffered_bytes: int = 0
     in_place_bytes: int = 0
+    num_whole_tensor_ops: int = 0
+    whole_tensor_bytes: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     files: list[FileReport] = dataclasses.field(default_factory=list)
     strategy_notes: list[str] = dataclasses.field(default_factory=list)
@@ -129,6 +135,11 @@ class LoadReport:
             f"{format_bytes(self.in_place_bytes)} in place)",
             "  seconds     " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items()),
         ]
+        if self.num_whole_tensor_ops:
+            lines.append(
+                f"  whole       {self.num_whole_tensor_ops} ops held a whole tensor, "
+                f"{format_bytes(self.whole_tensor_bytes)} the largest"
+            )
         lines += [
             f"  file        {printable(f.path)}: {format_bytes(f.bytes_read)} by {f.reader}, {f.strategy}: {f.reason}"
             for f in self.files

@@ -1,8 +1,9 @@
 """CheckpointTensor: a tensor whose bytes are still on disk.
 
 It has a shape, a dtype and strides as any tensor has, and knows which bytes of which file it stands for. Views of it
-are CheckpointTensors; copying it into a real tensor is recorded by its `Program`; every other use reads it and goes on
-with real values. Nothing that torch's dispatcher or Python can ask of it is wrong, at worst it is slower.
+are CheckpointTensors, and so is what an op of `weightlift.ops` makes of it; copying it into a real tensor is recorded
+by its `Program`; every other use reads it and goes on with real values. Nothing that torch's dispatcher or Python can
+ask of it is wrong, at worst it is slower.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_map
 
+from .pending import PendingOp, run_op
+
 if TYPE_CHECKING:
+    from . import _C
     from .entries import TensorEntry
     from .program import Program
 
@@ -72,6 +76,8 @@ class CheckpointTensor(torch.Tensor):
     # Of `cat` and `stack`: the parts along `_dim`, in order. The file geometry means nothing then.
     _pieces: list[CheckpointTensor] | None
     _dim: int
+    # Of what an op makes: how. Nor has that a geometry in the file.
+    _op: PendingOp | None
 
     # ---- making
 
@@ -97,7 +103,7 @@ class CheckpointTensor(torch.Tensor):
 
     def _alias(self) -> CheckpointTensor:
         alias = self._view(self._shape, self._strides, self._offset, self._file_strides, self._file_offset)
-        alias._pieces, alias._dim = self._pieces, self._dim
+        alias._pieces, alias._dim, alias._op = self._pieces, self._dim, self._op
         return alias
 
     def _copy(self, strides: Sizes, dtype: torch.dtype, device: torch.device) -> CheckpointTensor:
@@ -106,9 +112,34 @@ class CheckpointTensor(torch.Tensor):
         copy = _make(
             source, self._shape, strides, 0, dtype, self._file_strides, self._file_offset, self._file_dtype, device
         )
-        copy._pieces, copy._dim = self._pieces, self._dim
+        copy._pieces, copy._dim, copy._op = self._pieces, self._dim, self._op
         source.root = copy
         return copy
+
+    def _with_op(self, bind: Callable[[torch.Tensor], _C.Op | None], shape: Sizes, dtype: torch.dtype) -> torch.Tensor:
+        """What an op makes of this tensor, as a tensor that shares memory with nothing. See PendingOp.
+
+        Args:
+            bind: may be called later and more than once, on any thread. Runs no torch op. What it makes the op of does
+                not change any more.
+            shape, dtype: of the result.
+        """
+        if self._is_plain() and self._dtype == self._file_dtype and self._device == _CPU:
+            source = Source(self._source.program, self._source.entry, self._source.file)
+            result = _make(source, shape, contiguous_strides(shape), 0, dtype, (), 0, dtype, _CPU)
+            result._op = PendingOp(self._copy(self._strides, self._dtype, self._device), bind)
+            source.root = result
+            return result
+        values = empty(shape, contiguous_strides(shape), dtype)
+        if values.numel():
+            op = bind(values)
+            assert op is not None
+            run_op(op, self._read().to(_CPU))
+        return values.to(self._device)
+
+    def _is_plain(self) -> bool:
+        """Whether its elements lie in the file, each as one that is."""
+        return self._pieces is None and self._op is None and self._source.real is None
 
     # ---- views, the frequent ones, without a trip through the dispatcher
 
@@ -116,8 +147,7 @@ class CheckpointTensor(torch.Tensor):
         shape = self._shape
         ndim = len(shape)
         if (
-            self._pieces is None
-            and self._source.real is None
+            self._is_plain()
             and type(dim) is type(start) is type(length) is int
             and -ndim <= dim < ndim
             and start >= 0
@@ -137,7 +167,7 @@ class CheckpointTensor(torch.Tensor):
             return torch.Tensor.narrow(self, dim, start, length)
 
     def t(self) -> torch.Tensor:
-        if len(self._shape) == 2 and self._pieces is None and self._source.real is None:
+        if len(self._shape) == 2 and self._is_plain():
             (rows, columns), (a, b), (c, d) = self._shape, self._strides, self._file_strides
             return self._view((columns, rows), (b, a), self._offset, (d, c), self._file_offset)
         with torch._C.DisableTorchFunctionSubclass():
@@ -293,6 +323,7 @@ def _make(
     tensor._file_dtype = file_dtype
     tensor._pieces = None
     tensor._dim = 0
+    tensor._op = None
     return tensor
 
 
@@ -345,7 +376,7 @@ def _view_op(func: Any, tensor: CheckpointTensor, *args: Any, **kwargs: Any) -> 
         tensor._shape, tensor._strides, 0
     )
     seen_result = func(seen, *args, **kwargs)  # raises what torch raises
-    if tensor._pieces is not None:
+    if not tensor._is_plain():
         return NotImplemented
     filed = torch.empty_strided((0,), (1,), dtype=tensor._file_dtype, device="meta").as_strided(
         tensor._shape, tensor._file_strides, 0
@@ -374,7 +405,7 @@ def _alias(func: Any, tensor: CheckpointTensor) -> CheckpointTensor:
 
 
 def _view_dtype(func: Any, tensor: CheckpointTensor, dtype: torch.dtype) -> Any:
-    if tensor._source.real is not None or tensor._pieces is not None or tensor._dtype != tensor._file_dtype:
+    if not tensor._is_plain() or tensor._dtype != tensor._file_dtype:
         return NotImplemented
     seen = torch.empty_strided(tensor._shape, tensor._strides, dtype=tensor._dtype, device="meta")
     filed = torch.empty_strided(tensor._shape, tensor._file_strides, dtype=tensor._dtype, device="meta")
@@ -434,7 +465,7 @@ def _to_copy(func: Any, tensor: CheckpointTensor, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or tensor._dtype
     device = torch.device(kwargs.get("device") or tensor._device)
     # One conversion is recorded; of two in a row the first may lose digits that the second would not have seen.
-    second = tensor._dtype != tensor._file_dtype and dtype != tensor._dtype
+    second = dtype != tensor._dtype and (tensor._dtype != tensor._file_dtype or tensor._op is not None)
     if tensor._source.real is not None or second or device.type == "meta":
         return func(_stand_in(tensor), **kwargs) if device.type == "meta" else NotImplemented
     if dtype != tensor._dtype and tensor._pieces is not None:

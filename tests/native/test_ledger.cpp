@@ -4,13 +4,17 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
+
+#include "granule_op.h"
 
 namespace weightlift {
 namespace {
@@ -79,6 +83,37 @@ TEST_CASE("column halves of one matrix are disjoint") {
   ledger.add(box(0, 0, 8, 4, 16));
   ledger.add(box(1, 8, 8, 4, 16));
   CHECK(levels_of(ledger.start()) == std::vector<std::pair<int, Ids>>{{0, {0, 1}}});
+}
+
+TEST_CASE("an op writes its output, whatever its source is") {
+  const auto op = [](int64_t id, int64_t begin, int64_t bytes, int64_t rows, int64_t pitch) {
+    const OpSource source{4 * rows, bytes, 4};
+    auto* data = reinterpret_cast<std::byte*>(kBase + begin);
+    return make_op_transfer(id, 0, 0, 100 + bytes, std::make_shared<GranuleOp>(source, data, pitch));
+  };
+  Ledger ledger;
+  ledger.track_writes();
+  ledger.add(op(0, 0, 8, 4, 16));
+  ledger.add(op(1, 8, 8, 4, 16));  // beside it
+  CHECK(ledger.waiting_bytes() == 64);
+  CHECK(sorted(ledger.needed_for(region(8, 8))) == Ids{1});
+  CHECK(sorted(ledger.needed_for(region(7, 2))) == Ids{0, 1});
+  CHECK(ledger.coverage({kBase, kBase + 66}).gaps == std::vector<ByteRange>{{kBase + 64, kBase + 66}});
+  ledger.add(op(2, 60, 4, 2, 4));
+  CHECK(levels_of(ledger.start()) == std::vector<std::pair<int, Ids>>{{0, {0, 1}}, {1, {2}}});
+  ledger.add(op(3, 80, 8, 2, 8));
+  ledger.add(box(4, 80, 16));
+  CHECK(ledger.num_dropped() == 1);
+}
+
+TEST_CASE("an op whose rows overlap, or that has not one output, is refused") {
+  const auto op = [](int64_t dst_row_stride) {
+    return std::make_shared<GranuleOp>(OpSource{4, 8, 1}, reinterpret_cast<std::byte*>(kBase), dst_row_stride);
+  };
+  CHECK_THROWS_AS(make_op_transfer(0, 0, 0, 7, op(8)), std::invalid_argument);
+  CHECK_THROWS_AS(make_op_transfer(0, 0, 0, 8, op(7)), std::invalid_argument);
+  CHECK_THROWS_AS(make_op_transfer(0, 0, 0, 8, nullptr), std::invalid_argument);
+  CHECK(make_op_transfer(0, 0, 0, 8, op(8)).num_elements() == 32);
 }
 
 TEST_CASE("a waiting transfer that is wholly overwritten is dropped") {

@@ -29,6 +29,7 @@
 #include <doctest/doctest.h>
 
 #include "faulty_reader.h"
+#include "granule_op.h"
 #include "readers/make_reader.h"
 #include "readers/pread_reader.h"
 #include "readers/probe.h"
@@ -193,8 +194,22 @@ PipelineOptions real_options(Strategy strategy, Backend backend) {
   return options;
 }
 
+const GranuleOp& op_of(const Transfer& transfer) { return dynamic_cast<const GranuleOp&>(*transfer.op); }
+
+// The same transfer with another destination.
+Transfer onto(Transfer transfer, std::byte* dst) {
+  transfer.dst = dst;
+  if (transfer.op) transfer.op = op_of(transfer).onto(dst);
+  return transfer;
+}
+
 // Carries a transfer out by a loop over its elements; `dst` stands for transfer.dst.
 void copy_naively(const Transfer& transfer, const std::byte* file, std::byte* dst) {
+  if (transfer.op) {
+    const OpSource& source = transfer.op->source();
+    const int64_t row_stride = source.num_rows > 1 ? source_byte(transfer, source.row_bytes) : source.row_bytes;
+    return op_of(transfer).onto(dst)->run(file + transfer.src_offset, row_stride, 0, source.num_rows);
+  }
   const int64_t item = element_bytes(transfer.src_type);
   for (int64_t i = 0, count = transfer.num_elements(); i < count; ++i) {
     int64_t src_at = transfer.src_offset;
@@ -257,7 +272,7 @@ class Load {
     for (Transfer& transfer : transfers_) {
       const auto at = reinterpret_cast<int64_t>(transfer.dst);
       copy_naively(transfer, files_[static_cast<size_t>(transfer.file)]->bytes(), expected_.data() + at);
-      transfer.dst = got_.data() + at;
+      transfer = onto(std::move(transfer), got_.data() + at);
     }
   }
 
@@ -288,7 +303,7 @@ class Load {
     std::vector<Dim> dims;
     ElementType src = ElementType::kBytes2;
     ElementType dst_type = ElementType::kBytes2;
-    switch (uniform(random, 0, 4)) {
+    switch (uniform(random, 0, 6)) {
       case 0: {  // whole, large enough to be read in place
         const int64_t bytes = uniform(random, 1, std::min(size, 300 * kKiB));
         return contiguous(id, file, uniform(random, 0, size - bytes), bytes, dst);
@@ -308,6 +323,16 @@ class Load {
         const int64_t columns = uniform(random, 1, 150);
         dims = {{rows, columns * 2, 2}, {columns, 2, rows * 2}};
         break;
+      }
+      case 4: {  // an op, of rows side by side or apart; granules from a row to more than staging holds
+        const int64_t row_bytes = uniform(random, 1, 5000);
+        const int64_t row_stride = row_bytes + uniform(random, 0, 2) * uniform(random, 0, 5000);
+        const int64_t num_rows = uniform(random, 1, std::min(size / row_stride, int64_t{150}));
+        constexpr int64_t kGranules[] = {1, 2, 16, 150};
+        const OpSource source{num_rows, row_bytes, std::min(num_rows, kGranules[uniform(random, 0, 3)])};
+        auto op = std::make_shared<GranuleOp>(source, dst, row_bytes + uniform(random, 0, 3));
+        const int64_t extent = (num_rows - 1) * row_stride + row_bytes;
+        return make_op_transfer(id, file, uniform(random, 0, size - extent), row_stride, std::move(op));
       }
       default:  // repeated
         dims = {{uniform(random, 1, 5), 0, 2000}, {uniform(random, 1, 1000), 2, 2}};
@@ -417,6 +442,63 @@ TEST_CASE("single bytes at a time are put together") {
   CHECK(stats.bytes_needed == 4000);
   CHECK(stats.num_transfers == 1);
   CHECK(pipeline.bytes_landed() == 4000);
+}
+
+TEST_CASE("a granule larger than a chunk takes several buffers, one larger than all of them memory of its own") {
+  const TestFile file(6 * kMiB);
+  std::vector<std::byte> memory(64 * kKiB);
+  std::vector<std::byte> expected(memory.size());
+  std::vector<Transfer> transfers;
+  int64_t used = 0;
+  for (const int64_t num_rows : {3, 5, 12, 12, 3}) {  // rows of 64 KiB, as chunks are; 8 of them are all of staging
+    constexpr int64_t kRowBytes = 1000;
+    auto op = std::make_shared<GranuleOp>(OpSource{num_rows, kRowBytes, num_rows}, memory.data() + used, kRowBytes);
+    transfers.push_back(make_op_transfer(used, 0, used, kChunk, std::move(op)));
+    copy_naively(transfers.back(), file.bytes(), expected.data() + used);
+    used += kRowBytes;
+  }
+  for (const int64_t merge_gap_bytes : {int64_t{0}, kMiB}) {  // row by row, and with what lies between
+    CAPTURE(merge_gap_bytes);
+    std::ranges::fill(memory, std::byte{0});
+    FaultPlan plan;
+    plan.short_chance = 0.5;
+    plan.out_of_order = true;
+    plan.max_delay = 3;
+    Rig rig = make_rig(Strategy::kBuffered, plan);
+    rig.options.merge_gap_bytes = merge_gap_bytes;
+    rig.options.num_workers = 3;
+    Pipeline pipeline(rig.options);
+    pipeline.add_file(file.path(), file.identity());
+    CHECK(pipeline.wait(pipeline.submit(transfers, Order::kAppend), kLong));
+    CHECK(!pipeline.fault());
+    CHECK(memory == expected);
+    const PipelineStats stats = pipeline.stats();
+    CHECK(stats.num_whole_ops == (merge_gap_bytes == 0 ? 0 : 5));
+    CHECK(stats.whole_op_bytes == (merge_gap_bytes == 0 ? 0 : 11 * kChunk + 4 * kKiB));
+  }
+}
+
+TEST_CASE("a failing read inside of a large granule names its transfer") {
+  const TestFile file(kMiB);
+  std::vector<std::byte> memory(1000);
+  FaultPlan plan;
+  plan.fail_offset = 5 * kChunk + 100;
+  for (const int64_t merge_gap_bytes : {int64_t{0}, kMiB}) {
+    Rig rig = make_rig(Strategy::kBuffered, plan);
+    rig.options.merge_gap_bytes = merge_gap_bytes;
+    Pipeline pipeline(rig.options);
+    pipeline.add_file(file.path(), file.identity());
+    const OpSource source{10, 1000, 10};
+    auto op = std::make_shared<GranuleOp>(source, memory.data(), 1000);
+    std::vector<std::byte> head(10);
+    CHECK(pipeline.wait(
+        pipeline.submit({contiguous(6, 0, 3, 10, head.data()), make_op_transfer(7, 0, 0, kChunk, op)}, Order::kAppend),
+        kLong));
+    const Fault fault = pipeline.fault();
+    CHECK(fault.kind == FaultKind::kRead);
+    CHECK(fault.file == 0);
+    CHECK(fault.transfer_id == 7);
+  }
 }
 
 TEST_CASE("a storm of EINTR and EAGAIN passes") {

@@ -15,6 +15,8 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include "granule_op.h"
+#include "staging/carry_out.h"
 #include "transform/copy.h"
 #include "util/align.h"
 
@@ -111,6 +113,18 @@ void expect(bool kept, const char* promise) {
   if (!kept) FAIL(std::string(promise));
 }
 
+// Whether a chunk may be larger than others, or a read cross into a window of another mode: it holds one granule alone.
+bool holds_one_granule(const Plan& plan, const Chunk& chunk) {
+  for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.num_pieces; ++p) {
+    const Piece& piece = plan.pieces[static_cast<size_t>(p)];
+    if (piece.last - piece.first <= plan.transfers[static_cast<size_t>(piece.transfer)].granule() &&
+        plan.transfers[static_cast<size_t>(piece.transfer)].op) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Everything that planner.h promises of any plan, short of the values.
 void check_structure(const Plan& plan, const Setting& setting) {
   std::map<int32_t, int64_t> file_end;
@@ -130,7 +144,8 @@ void check_structure(const Plan& plan, const Setting& setting) {
     expect(next_piece <= static_cast<int64_t>(plan.pieces.size()), "pieces of chunks exist");
     const bool in_place = chunk.num_pieces == 0;
     expect(in_place == (chunk.staging_bytes == 0), "a chunk in place needs no staging, another does");
-    expect(chunk.staging_bytes <= setting.chunk_bytes, "a chunk fits a staging buffer");
+    const bool one_granule = holds_one_granule(plan, chunk);
+    expect(chunk.staging_bytes <= setting.chunk_bytes || one_granule, "a chunk fits a staging buffer");
     expect(in_place ? chunk.num_reads == 1 : chunk.preparation == -1, "in place: one read; else: no preparation");
 
     const int32_t file = plan.reads[static_cast<size_t>(chunk.first_read)].file;
@@ -144,11 +159,13 @@ void check_structure(const Plan& plan, const Setting& setting) {
       expect(read.offset < read.needed_end && read.needed_end <= end, "what is needed is read");
       expect(read.needed_end <= file_end[file], "nothing behind the last transfer is needed");
       expect((read.destination != nullptr) == in_place, "a destination means in place");
+      expect(read.length <= setting.chunk_bytes, "a read is no larger than a chunk");
       const ReadMode mode = setting.mode(file, read.offset / kModeWindow);
+      if (one_granule && chunk.direct != mode.direct) continue;  // read the way its beginning is
       expect(chunk.direct == mode.direct, "a chunk is read as its windows are");
       // An element that straddles a border of windows may be read the way its beginning is.
       const int64_t last = std::max(read.offset, read.needed_end - 16) / kModeWindow;
-      expect(setting.mode(file, last) == mode, "a read crosses into no window of another mode");
+      expect(setting.mode(file, last) == mode || one_granule, "a read crosses into no window of another mode");
       if (mode.direct) {
         expect(read.offset % mode.offset_alignment == 0, "direct offsets are aligned");
         expect(read.length % mode.offset_alignment == 0, "direct lengths are aligned");
@@ -202,9 +219,9 @@ void check_structure(const Plan& plan, const Setting& setting) {
 // Carries the plan out, with poison wherever no byte has been read to, and checks that each element is written once.
 void run_plan(const Plan& plan, const Setting& setting, const VirtualFiles& files) {
   std::vector<std::vector<ByteRange>> written(plan.transfers.size());  // in elements
-  std::vector<std::byte> staging(static_cast<size_t>(setting.chunk_bytes));
+  std::vector<std::byte> staging;
   for (const Chunk& chunk : plan.chunks) {
-    std::ranges::fill(staging, std::byte{0xA5});
+    staging.assign(static_cast<size_t>(std::max(setting.chunk_bytes, chunk.staging_bytes)), std::byte{0xA5});
     for (int32_t r = chunk.first_read; r < chunk.first_read + chunk.num_reads; ++r) {
       const Read& read = plan.reads[static_cast<size_t>(r)];
       std::byte* out = read.destination ? read.destination : staging.data() + read.staging_offset;
@@ -218,17 +235,19 @@ void run_plan(const Plan& plan, const Setting& setting, const VirtualFiles& file
     }
     for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.num_pieces; ++p) {
       const Piece& piece = plan.pieces[static_cast<size_t>(p)];
-      expect(chunk.first_read <= piece.read && piece.read < chunk.first_read + chunk.num_reads,
-             "a piece arrives with a read of its chunk");
+      expect(chunk.first_read <= piece.read && piece.num_reads > 0 &&
+                 piece.read + piece.num_reads <= chunk.first_read + chunk.num_reads,
+             "a piece arrives with reads of its chunk");
       expect(piece.first < piece.last, "a piece has elements");
       const Read& read = plan.reads[static_cast<size_t>(piece.read)];
+      const Read& last_read = plan.reads[static_cast<size_t>(piece.read + piece.num_reads - 1)];
       const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
       expect(transfer.file == read.file, "a piece is of the file that is read");
       const int64_t begin = transfer.src_offset + source_byte(transfer, piece.first);
       const int64_t end =
           transfer.src_offset + source_byte(transfer, piece.last - 1) + element_bytes(transfer.src_type);
-      expect(begin >= read.offset && end <= read.needed_end, "a piece lies inside its read");
-      copy_elements(transfer, piece.first, piece.last, staging.data() + read.staging_offset, read.offset);
+      expect(begin >= read.offset && end <= last_read.needed_end, "a piece lies inside its reads");
+      carry_out(plan, piece, staging.data());
       written[static_cast<size_t>(piece.transfer)].push_back({piece.first, piece.last});
     }
   }
@@ -245,6 +264,13 @@ void run_naively(const Transfer& transfer, const VirtualFiles& files) {
   const ByteRange bounds = source_bounds(transfer);
   std::vector<std::byte> source(static_cast<size_t>(bounds.size()));
   files.read(transfer.file, bounds.begin, bounds.size(), source.data());
+  if (transfer.op) {
+    const auto& op = dynamic_cast<const GranuleOp&>(*transfer.op);
+    const OpSource& rows = op.source();
+    const int64_t row_stride = rows.num_rows > 1 ? (bounds.size() - rows.row_bytes) / (rows.num_rows - 1) : 0;
+    op.onto(transfer.dst)->run(source.data(), row_stride, 0, rows.num_rows);
+    return;
+  }
   const int64_t item = element_bytes(transfer.src_type);
   for (int64_t i = 0; i < transfer.num_elements(); ++i) {
     int64_t src = 0;
@@ -277,7 +303,25 @@ class Generator {
   int64_t memory_used() const { return used_; }
 
  private:
+  // Granules from much smaller to larger than a chunk, rows from side by side to far apart.
+  Transfer one_op(int64_t id) {
+    const bool large = uniform(random_, 0, 4) == 0;
+    const int64_t num_rows = uniform(random_, 1, large ? 300 : 40);
+    const int64_t row_bytes = uniform(random_, 1, large ? 6000 : 900);
+    constexpr int64_t kGranules[] = {1, 2, 4, 7, 64, 1000};
+    const OpSource source{num_rows, row_bytes, std::min(num_rows, kGranules[uniform(random_, 0, 5)])};
+    constexpr int64_t kGaps[] = {0, 0, 1, 300, 5000, 20'000};
+    const int64_t src_row_stride = row_bytes + kGaps[uniform(random_, 0, 5)];
+    const int64_t dst_row_stride = row_bytes + uniform(random_, 0, 1) * uniform(random_, 0, 50);
+    used_ += uniform(random_, 0, 1) * uniform(random_, 0, 5000);
+    auto op = std::make_shared<GranuleOp>(source, memory_ + used_, dst_row_stride);
+    used_ += op->outputs().front().num_rows * dst_row_stride;
+    return make_op_transfer(id, static_cast<int32_t>(uniform(random_, 0, 2)), source_offset(), src_row_stride,
+                            std::move(op));
+  }
+
   Transfer one(int64_t id, bool large) {
+    if (!large && uniform(random_, 0, 3) == 0) return one_op(id);
     constexpr ElementType kTypes[] = {ElementType::kBytes1, ElementType::kBytes2, ElementType::kBytes4,
                                       ElementType::kBytes8, ElementType::kBytes16};
     constexpr ElementType kFloats[] = {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16};
@@ -369,6 +413,8 @@ TEST_CASE("random plans give the bytes of naive copies") {
   const VirtualFiles files;
   int64_t num_in_place = 0;
   int64_t num_direct_in_place = 0;
+  int64_t num_grown = 0;
+  int64_t num_of_rows_apart = 0;
   for (uint64_t seed = 0; seed < 320; ++seed) {
     CAPTURE(seed);
     Random random(seed);
@@ -394,8 +440,16 @@ TEST_CASE("random plans give the bytes of naive copies") {
     for (const Chunk& chunk : plan.chunks) {
       num_in_place += chunk.num_pieces == 0;
       num_direct_in_place += chunk.num_pieces == 0 && chunk.direct;
+      num_grown += chunk.staging_bytes > setting.chunk_bytes;
+    }
+    for (const Piece& piece : plan.pieces) {
+      const Read& first = plan.reads[static_cast<size_t>(piece.read)];
+      const Read& last = plan.reads[static_cast<size_t>(piece.read + piece.num_reads - 1)];
+      num_of_rows_apart += last.staging_offset - first.staging_offset != last.offset - first.offset;
     }
   }
+  CHECK(num_grown > 100);
+  CHECK(num_of_rows_apart > 100);
   CHECK(num_in_place > 1000);
   CHECK(num_direct_in_place > 100);
 }

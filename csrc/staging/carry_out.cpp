@@ -1,0 +1,49 @@
+#include "staging/carry_out.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "plan/geometry.h"
+#include "transform/copy.h"
+
+namespace weightlift {
+namespace {
+
+void run_op(const Transfer& transfer, const Piece& piece, std::span<const Read> reads, std::byte* staging) {
+  const int64_t row_bytes = transfer.op->source().row_bytes;
+  const int64_t num_rows = (piece.last - piece.first) / row_bytes;
+  const auto landed = [&](int64_t row, const Read& read) {
+    const int64_t begin = transfer.src_offset + source_byte(transfer, piece.first + row * row_bytes);
+    return staging + read.staging_offset + (begin - read.offset);
+  };
+  std::byte* rows = landed(0, reads.front());
+  int64_t row_stride = num_rows > 1 ? source_byte(transfer, row_bytes) : row_bytes;
+  const auto shift = [](const Read& read) { return read.offset - read.staging_offset; };
+  const bool lie_as_in_file =
+      std::ranges::all_of(reads, [&](const Read& read) { return shift(read) == shift(reads.front()); });
+  if (!lie_as_in_file) {
+    // Each row was read on its own, for this op alone, and they lie in order: they can close up.
+    for (int64_t row = 1; row < num_rows; ++row) {
+      std::memmove(rows + row * row_bytes, landed(row, reads[static_cast<size_t>(row)]),
+                   static_cast<size_t>(row_bytes));
+    }
+    row_stride = row_bytes;
+  }
+  transfer.op->run(rows, row_stride, piece.first / row_bytes, num_rows);
+}
+
+}  // namespace
+
+void carry_out(const Plan& plan, const Piece& piece, std::byte* staging) {
+  const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+  const Read& read = plan.reads[static_cast<size_t>(piece.read)];
+  if (transfer.op) {
+    run_op(transfer, piece, {&read, static_cast<size_t>(piece.num_reads)}, staging);
+  } else {
+    copy_elements(transfer, piece.first, piece.last, staging + read.staging_offset, read.offset);
+  }
+}
+
+}  // namespace weightlift

@@ -1,0 +1,108 @@
+// The 8-bit floats, one definition for the host and for CUDA: bytes and the bits of float32 in, bytes out.
+//
+//   e4m3fn    bias 7, no infinity; NaN is 0x7f and 0xff; the largest number is 448
+//   e4m3fnuz  bias 8, no infinity, no negative zero; NaN is 0x80; the largest number is 240
+//   e8m0      a power of two, 2^(byte - 127); 0xff is NaN
+#pragma once
+
+#include <cstdint>
+
+#include "transform/cast.h"
+
+namespace weightlift {
+
+enum class Fp8 : uint8_t { kE4M3FN, kE4M3FNUZ };
+
+namespace internal {
+
+constexpr uint32_t kInfinityBits = 0x7f800000;
+
+template <Fp8 kFormat>
+struct Fp8Traits;
+template <>
+struct Fp8Traits<Fp8::kE4M3FN> {
+  static constexpr uint32_t kBias = 7;
+  static constexpr uint32_t kNan = 0x7f;  // with either sign
+};
+template <>
+struct Fp8Traits<Fp8::kE4M3FNUZ> {
+  static constexpr uint32_t kBias = 8;
+  static constexpr uint32_t kNan = 0x80;  // there is one
+};
+
+}  // namespace internal
+
+// The value of a byte, as the bits of a float32. Exact. NaN keeps its sign and is quiet.
+template <Fp8 kFormat>
+WEIGHTLIFT_HOST_DEVICE inline uint32_t fp8_to_float32(uint8_t byte) {
+  using Traits = internal::Fp8Traits<kFormat>;
+  const uint32_t sign = static_cast<uint32_t>(byte & 0x80) << 24;
+  const uint32_t magnitude = byte & 0x7f;
+  const uint32_t normal = (magnitude << 20) + ((127 - Traits::kBias) << 23);
+  const float unit = internal::float_from_bits((127 - Traits::kBias - 2) << 23);  // the unit of the subnormal numbers
+  const uint32_t subnormal = internal::bits_from_float(static_cast<float>(magnitude) * unit);
+  const bool is_nan = kFormat == Fp8::kE4M3FN ? magnitude == Traits::kNan : byte == Traits::kNan;
+  return is_nan ? sign | 0x7fc00000 : sign | (magnitude < 8 ? subnormal : normal);
+}
+
+// The nearest byte, ties to even. What lies beyond +-limit, infinity included, becomes +-limit; NaN becomes `nan`.
+// `limit_bits`: the bits of the limit, a number that the format has.
+template <Fp8 kFormat>
+WEIGHTLIFT_HOST_DEVICE inline uint8_t float32_to_fp8(uint32_t bits, uint32_t limit_bits, uint8_t nan) {
+  using Traits = internal::Fp8Traits<kFormat>;
+  constexpr uint32_t kSmallestNormal = (128 - Traits::kBias) << 23;
+  const uint32_t any = bits & 0x7fffffff;
+  const uint32_t sign = bits >> 24 & 0x80;
+  const uint32_t magnitude = any < limit_bits ? any : limit_bits;
+  // Rounded by adding a number whose last place is the one that a byte has there: an eighth of the power of two below
+  // the magnitude, and for all subnormal numbers that of the smallest normal one.
+  const uint32_t power = (magnitude > kSmallestNormal ? magnitude : kSmallestNormal) & internal::kInfinityBits;
+  const uint32_t rounder = power + (20 << 23);
+  const uint32_t places =
+      internal::bits_from_float(internal::float_from_bits(magnitude) + internal::float_from_bits(rounder)) - rounder;
+  const uint32_t number = places + (power >> 20) - (kSmallestNormal >> 20);
+  const uint32_t signed_number = kFormat == Fp8::kE4M3FNUZ && number == 0 ? 0 : sign | number;
+  return static_cast<uint8_t>(any > internal::kInfinityBits ? nan : signed_number);
+}
+
+// The same bits as e4m3fnuz are half the value, so that twice the scale makes up for it. Two bytes are no such numbers:
+// negative zero, which becomes zero, and NaN, which stays NaN, or, where it is left as it is, becomes +-240.
+WEIGHTLIFT_HOST_DEVICE inline uint8_t e4m3fn_to_e4m3fnuz(uint8_t byte, bool keep_nan) {
+  if (byte == 0x80) return 0;
+  return keep_nan && (byte & 0x7f) == 0x7f ? 0x80 : byte;
+}
+
+enum class Rounding : uint8_t {
+  kExact,       // the product in float32, and NaN stays NaN
+  kThroughFp16  // the scale and the product rounded to float16 first, and NaN becomes the largest number
+};
+
+// byte * scale, in units of a new scale, whose inverse is given.
+template <Fp8 kFormat>
+WEIGHTLIFT_HOST_DEVICE inline uint8_t requantize_fp8(uint8_t byte, float scale, float new_scale_inverse,
+                                                     uint32_t limit_bits, Rounding rounding) {
+  const auto to_half = [](float value) {
+    return internal::float_from_bits(float16_to_float32(float32_to_float16(internal::bits_from_float(value))));
+  };
+  const float value = internal::float_from_bits(fp8_to_float32<kFormat>(byte));
+  const float product = rounding == Rounding::kExact ? value * scale : to_half(value * to_half(scale));
+  const uint8_t nan = rounding == Rounding::kExact ? byte : float32_to_fp8<kFormat>(limit_bits, limit_bits, 0);
+  return float32_to_fp8<kFormat>(internal::bits_from_float(product * new_scale_inverse), limit_bits, nan);
+}
+
+// ceil(log2(value)) + 127, kept within what e8m0 has: the byte of the smallest power of two that is not below value.
+// `bits`: of a float32 >= 0. Infinity and NaN give 254.
+WEIGHTLIFT_HOST_DEVICE inline uint8_t float32_to_e8m0_up(uint32_t bits) {
+  const uint32_t exponent = bits >> 23;
+  const uint32_t mantissa = bits & 0x7fffff;
+  // Below 2^-126, the bits count units of 2^-149, and 2^-127 is the smallest that there is.
+  const uint32_t up = exponent == 0 ? (mantissa > 0x400000 ? 1 : 0) : exponent + (mantissa != 0 ? 1 : 0);
+  return static_cast<uint8_t>(up < 254 ? up : 254);
+}
+
+// 2^(byte - 127), as the bits of a float32. NaN for 255.
+WEIGHTLIFT_HOST_DEVICE inline uint32_t e8m0_to_float32(uint8_t byte) {
+  return byte == 0 ? 0x400000 : byte == 255 ? 0x7fc00000 : static_cast<uint32_t>(byte) << 23;
+}
+
+}  // namespace weightlift

@@ -1,0 +1,381 @@
+#include "transform/quantize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "transform/simd.h"
+
+namespace weightlift {
+namespace {
+
+template <typename Word>
+WEIGHTLIFT_ALWAYS_INLINE Word load(const std::byte* from) {
+  Word word;
+  std::memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+// ---- element formats of the source
+
+struct Float32 {
+  using Word = uint32_t;
+  static constexpr Word kInfinity = internal::kInfinityBits;
+  static WEIGHTLIFT_ALWAYS_INLINE uint32_t to_float32(Word word) { return word; }
+};
+struct Float16 {
+  using Word = uint16_t;
+  static constexpr Word kInfinity = 0x7c00;
+  static WEIGHTLIFT_ALWAYS_INLINE uint32_t to_float32(Word word) { return float16_to_float32(word); }
+};
+struct BFloat16 {
+  using Word = uint16_t;
+  static constexpr Word kInfinity = 0x7f80;
+  static WEIGHTLIFT_ALWAYS_INLINE uint32_t to_float32(Word word) { return bfloat16_to_float32(word); }
+};
+
+// ---- rows, which have blocks of columns beside each other, the last one perhaps narrower. Each body is written once,
+// for the compiler to vectorise, and compiled for every set of instructions.
+
+// Raises `amaxes`, one for each block, to the largest finite magnitude.
+using AmaxRow = void (*)(const std::byte* src, int64_t columns, int64_t block_columns, float* amaxes);
+
+struct Encoding {
+  uint32_t limit_bits;
+  uint8_t nan;
+};
+// `factors`: see scaling_factor(), one for each block.
+using QuantizeRow = void (*)(const std::byte* src, std::byte* dst, int64_t columns, int64_t block_columns,
+                             const float* factors, const Encoding& encoding);
+
+template <typename Source>
+WEIGHTLIFT_ALWAYS_INLINE float amax_of(const std::byte* src, int64_t count) {
+  using Word = typename Source::Word;
+  constexpr Word kMagnitude = static_cast<Word>(~Word{0}) >> 1;
+  Word largest = 0;  // the bits of magnitudes are in the order of their values
+  for (int64_t i = 0; i < count; ++i) {
+    const Word magnitude = load<Word>(src + i * int64_t{sizeof(Word)}) & kMagnitude;
+    const Word finite = magnitude & -Word{magnitude < Source::kInfinity};  // a mask: it is vectorised, a choice is not
+    largest = finite > largest ? finite : largest;
+  }
+  return internal::float_from_bits(Source::to_float32(largest));
+}
+
+template <typename Source, QuantizedType kType, Scaling kScaling>
+WEIGHTLIFT_ALWAYS_INLINE void quantize_block(const std::byte* __restrict src, std::byte* __restrict dst, int64_t count,
+                                             float factor, uint32_t limit_bits, uint8_t nan) {
+  using Word = typename Source::Word;
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = internal::float_from_bits(Source::to_float32(load<Word>(src + i * int64_t{sizeof(Word)})));
+    const float scaled = kScaling == Scaling::kMultiply ? value * factor : value / factor;
+    dst[i] = std::byte{quantized<kType>(internal::bits_from_float(scaled), limit_bits, nan)};
+  }
+}
+
+// Visits the blocks of a row: visit(index, first column, columns). Of the widths that formats use, the compiler knows.
+template <typename Visit>
+WEIGHTLIFT_ALWAYS_INLINE void for_each_block(int64_t columns, int64_t block_columns, const Visit& visit) {
+  const int64_t whole = columns / block_columns;
+  if (block_columns == 32) {
+    for (int64_t i = 0; i < whole; ++i) visit(i, 32 * i, 32);
+  } else if (block_columns == 128) {
+    for (int64_t i = 0; i < whole; ++i) visit(i, 128 * i, 128);
+  } else {
+    for (int64_t i = 0; i < whole; ++i) visit(i, block_columns * i, block_columns);
+  }
+  if (whole * block_columns < columns) visit(whole, whole * block_columns, columns - whole * block_columns);
+}
+
+template <typename Source>
+WEIGHTLIFT_ALWAYS_INLINE void amax_body(const std::byte* src, int64_t columns, int64_t block_columns, float* amaxes) {
+  for_each_block(columns, block_columns,
+                 [&](int64_t block, int64_t column, int64_t count) __attribute__((always_inline)) {
+                   const float amax = amax_of<Source>(src + column * int64_t{sizeof(typename Source::Word)}, count);
+                   amaxes[block] = amax > amaxes[block] ? amax : amaxes[block];
+                 });
+}
+
+template <typename Source, QuantizedType kType, Scaling kScaling>
+WEIGHTLIFT_ALWAYS_INLINE void quantize_body(const std::byte* src, std::byte* dst, int64_t columns,
+                                            int64_t block_columns, const float* factors, const Encoding& encoding) {
+  const uint32_t limit_bits = encoding.limit_bits;
+  const uint8_t nan = encoding.nan;
+  for_each_block(columns, block_columns,
+                 [&](int64_t block, int64_t column, int64_t count) __attribute__((always_inline)) {
+                   quantize_block<Source, kType, kScaling>(src + column * int64_t{sizeof(typename Source::Word)},
+                                                           dst + column, count, factors[block], limit_bits, nan);
+                 });
+}
+
+template <Simd kSimd>
+struct Rows {
+  template <typename Source>
+  static void amax(const std::byte* src, int64_t columns, int64_t block_columns, float* amaxes) {
+    amax_body<Source>(src, columns, block_columns, amaxes);
+  }
+  template <typename Source, QuantizedType kType, Scaling kScaling>
+  static void quantize(const std::byte* src, std::byte* dst, int64_t columns, int64_t block_columns,
+                       const float* factors, const Encoding& encoding) {
+    quantize_body<Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+  }
+};
+
+#if WEIGHTLIFT_X86
+template <>
+struct Rows<Simd::kAvx2> {
+  template <typename Source>
+  WEIGHTLIFT_TARGET_AVX2 static void amax(const std::byte* src, int64_t columns, int64_t block_columns, float* amaxes) {
+    amax_body<Source>(src, columns, block_columns, amaxes);
+  }
+  template <typename Source, QuantizedType kType, Scaling kScaling>
+  WEIGHTLIFT_TARGET_AVX2 static void quantize(const std::byte* src, std::byte* dst, int64_t columns,
+                                              int64_t block_columns, const float* factors, const Encoding& encoding) {
+    quantize_body<Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+  }
+};
+
+template <>
+struct Rows<Simd::kAvx512> {
+  template <typename Source>
+  WEIGHTLIFT_TARGET_AVX512 static void amax(const std::byte* src, int64_t columns, int64_t block_columns,
+                                            float* amaxes) {
+    amax_body<Source>(src, columns, block_columns, amaxes);
+  }
+  template <typename Source, QuantizedType kType, Scaling kScaling>
+  WEIGHTLIFT_TARGET_AVX512 static void quantize(const std::byte* src, std::byte* dst, int64_t columns,
+                                                int64_t block_columns, const float* factors, const Encoding& encoding) {
+    quantize_body<Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+  }
+};
+#endif  // WEIGHTLIFT_X86
+
+struct RowFunctions {
+  AmaxRow amax;
+  QuantizeRow quantize;
+};
+
+template <Simd kSimd, typename Source, QuantizedType kType>
+RowFunctions row_functions(Scaling scaling) {
+  return {Rows<kSimd>::template amax<Source>, scaling == Scaling::kMultiply
+                                                  ? Rows<kSimd>::template quantize<Source, kType, Scaling::kMultiply>
+                                                  : Rows<kSimd>::template quantize<Source, kType, Scaling::kDivide>};
+}
+
+template <Simd kSimd, typename Source>
+RowFunctions row_functions(QuantizedType type, Scaling scaling) {
+  switch (type) {
+    case QuantizedType::kE4M3FN:
+      return row_functions<kSimd, Source, QuantizedType::kE4M3FN>(scaling);
+    case QuantizedType::kE4M3FNUZ:
+      return row_functions<kSimd, Source, QuantizedType::kE4M3FNUZ>(scaling);
+    default:
+      return row_functions<kSimd, Source, QuantizedType::kInt8>(scaling);
+  }
+}
+
+template <Simd kSimd>
+RowFunctions row_functions(ElementType src_type, QuantizedType type, Scaling scaling) {
+  switch (src_type) {
+    case ElementType::kFloat32:
+      return row_functions<kSimd, Float32>(type, scaling);
+    case ElementType::kFloat16:
+      return row_functions<kSimd, Float16>(type, scaling);
+    case ElementType::kBFloat16:
+      return row_functions<kSimd, BFloat16>(type, scaling);
+    default:
+      throw std::invalid_argument("only float32, float16 and bfloat16 are quantised");
+  }
+}
+
+RowFunctions row_functions_for(ElementType src_type, QuantizedType type, Scaling scaling) {
+#if WEIGHTLIFT_X86
+  if (simd() >= Simd::kAvx512) return row_functions<Simd::kAvx512>(src_type, type, scaling);
+  if (simd() >= Simd::kAvx2) return row_functions<Simd::kAvx2>(src_type, type, scaling);
+#endif
+  return row_functions<Simd::kBaseline>(src_type, type, scaling);
+}
+
+// ---- ops
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+class QuantizeOp : public Op {
+ public:
+  const char* name() const override { return "quantize"; }
+
+ protected:
+  QuantizeOp(const Quantize& quantize, OpSource source, std::vector<OpOutput> outputs, OpOutput weight)
+      : Op(source, std::move(outputs)),
+        quantize_(quantize),
+        weight_(weight),
+        item_bytes_(element_bytes(quantize.src_type)),
+        functions_(row_functions_for(quantize.src_type, quantize.type, quantize.scaling)),
+        encoding_{internal::bits_from_float(quantize.limit),
+                  quantized_nan(quantize.type, internal::bits_from_float(quantize.limit), quantize.keep_nan)} {}
+
+  float factor(float scale) const { return scaling_factor(quantize_.scaling, scale, !quantize_.keep_nan); }
+
+  // Columns [column, + columns) of a row; `src` points at the first of them.
+  void quantize_row(const std::byte* src, int64_t row, int64_t column, int64_t columns, const float* factors) const {
+    functions_.quantize(src, weight_.data + row * weight_.row_stride + column, columns, quantize_.block_columns,
+                        factors, encoding_);
+  }
+
+  const Quantize quantize_;
+  const OpOutput weight_;
+  const int64_t item_bytes_;
+  const RowFunctions functions_;
+  const Encoding encoding_;
+};
+
+class QuantizeFound final : public QuantizeOp {
+ public:
+  QuantizeFound(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales, OpOutput weight, OpOutput scales)
+      : QuantizeOp(quantize,
+                   {quantize.rows, quantize.columns * element_bytes(quantize.src_type),
+                    std::min(quantize.block_rows, quantize.rows)},
+                   present({weight, scales}), weight),
+        scales_(scales),
+        rule_(rule),
+        e8m0_scales_(e8m0_scales) {}
+
+  void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
+    // Whole blocks, as many as stay in a cache from the search for their largest magnitudes until they are quantised.
+    constexpr int64_t kStripeBytes = 256 << 10;
+    const int64_t block_row_bytes = quantize_.block_columns * item_bytes_;
+    const int64_t stripe_blocks = std::max<int64_t>(1, kStripeBytes / source().granule_rows / block_row_bytes);
+    const int64_t stripe_columns = stripe_blocks * quantize_.block_columns;
+    std::vector<float> factors(
+        static_cast<size_t>(std::min(stripe_blocks, ceil_div(quantize_.columns, quantize_.block_columns))));
+
+    for (int64_t row = first_row; row < first_row + num_rows; row += quantize_.block_rows) {
+      const int64_t rows = std::min(quantize_.block_rows, first_row + num_rows - row);
+      for (int64_t column = 0; column < quantize_.columns; column += stripe_columns) {
+        const int64_t columns = std::min(stripe_columns, quantize_.columns - column);
+        const std::byte* from = src + (row - first_row) * src_row_stride + column * item_bytes_;
+        std::ranges::fill(factors, 0.0f);
+        for (int64_t i = 0; i < rows; ++i) {
+          functions_.amax(from + i * src_row_stride, columns, quantize_.block_columns, factors.data());
+        }
+        take_scales(row / quantize_.block_rows, column / quantize_.block_columns,
+                    ceil_div(columns, quantize_.block_columns), factors.data());
+        if (weight_.data == nullptr) continue;
+        for (int64_t i = 0; i < rows; ++i) {
+          quantize_row(from + i * src_row_stride, row + i, column, columns, factors.data());
+        }
+      }
+    }
+  }
+
+ private:
+  // Turns the largest magnitudes of blocks of one row into factors, and stores the scales.
+  void take_scales(int64_t block_row, int64_t first_block, int64_t num_blocks, float* factors) const {
+    std::byte* to = scales_.data + block_row * scales_.row_stride + first_block * (e8m0_scales_ ? 1 : 4);
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const float scale = scale_from_amax(rule_, factors[i]);
+      factors[i] = factor(scale);
+      if (scales_.data == nullptr) continue;
+      if (e8m0_scales_) {
+        to[i] = std::byte{float32_to_e8m0_up(internal::bits_from_float(scale))};
+      } else {
+        std::memcpy(to + 4 * i, &scale, sizeof(scale));
+      }
+    }
+  }
+
+  static std::vector<OpOutput> present(std::vector<OpOutput> outputs) {
+    std::erase_if(outputs, [](const OpOutput& output) { return output.data == nullptr; });
+    return outputs;
+  }
+
+  const OpOutput scales_;
+  const ScaleRule rule_;
+  const bool e8m0_scales_;
+};
+
+class QuantizeWith final : public QuantizeOp {
+ public:
+  QuantizeWith(const Quantize& quantize, std::vector<float> scales, OpOutput weight)
+      : QuantizeOp(quantize, {quantize.rows, quantize.columns * element_bytes(quantize.src_type), 1}, {weight}, weight),
+        factors_(std::move(scales)) {
+    for (float& scale : factors_) scale = factor(scale);
+  }
+
+  void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
+    const int64_t row_blocks = ceil_div(quantize_.columns, quantize_.block_columns);
+    for (int64_t row = first_row; row < first_row + num_rows; ++row, src += src_row_stride) {
+      quantize_row(src, row, 0, quantize_.columns, factors_.data() + row / quantize_.block_rows * row_blocks);
+    }
+  }
+
+ private:
+  std::vector<float> factors_;  // by block
+};
+
+class AmaxOp final : public Op {
+ public:
+  AmaxOp(ElementType src_type, int64_t rows, int64_t columns, float* amax)
+      : Op({rows, columns * element_bytes(src_type), 1}, {{reinterpret_cast<std::byte*>(amax), 1, 4, 4}}),
+        columns_(columns),
+        amax_(amax),
+        amax_row_(row_functions_for(src_type, QuantizedType::kInt8, Scaling::kMultiply).amax) {}
+
+  const char* name() const override { return "amax"; }
+
+  void run(const std::byte* src, int64_t src_row_stride, int64_t, int64_t num_rows) const override {
+    float largest = 0;
+    for (int64_t i = 0; i < num_rows; ++i) amax_row_(src + i * src_row_stride, columns_, columns_, &largest);
+    // Relaxed: who waits for the op to have run on all granules sees the number with that.
+    std::atomic_ref<float> shared(*amax_);
+    float known = shared.load(std::memory_order_relaxed);
+    while (known < largest && !shared.compare_exchange_weak(known, largest, std::memory_order_relaxed)) {
+    }
+  }
+
+ private:
+  const int64_t columns_;
+  float* const amax_;
+  const AmaxRow amax_row_;
+};
+
+void check(const Quantize& quantize, const OpOutput& weight) {
+  if (quantize.rows <= 0 || quantize.columns <= 0 || quantize.block_rows <= 0 || quantize.block_columns <= 0) {
+    throw std::invalid_argument("sizes must be positive");
+  }
+  if (weight.data != nullptr && (weight.num_rows != quantize.rows || weight.row_bytes != quantize.columns)) {
+    throw std::invalid_argument("the weight's output has another size");
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<const Op> make_quantize(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales,
+                                        OpOutput weight, OpOutput scales) {
+  check(quantize, weight);
+  if (weight.data == nullptr && scales.data == nullptr) throw std::invalid_argument("nothing to write");
+  if (scales.data != nullptr &&
+      (scales.num_rows != ceil_div(quantize.rows, quantize.block_rows) ||
+       scales.row_bytes != ceil_div(quantize.columns, quantize.block_columns) * (e8m0_scales ? 1 : 4))) {
+    throw std::invalid_argument("the scales' output has another size");
+  }
+  return std::make_unique<QuantizeFound>(quantize, rule, e8m0_scales, weight, scales);
+}
+
+std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, std::vector<float> scales, OpOutput weight) {
+  check(quantize, weight);
+  if (static_cast<int64_t>(scales.size()) !=
+      ceil_div(quantize.rows, quantize.block_rows) * ceil_div(quantize.columns, quantize.block_columns)) {
+    throw std::invalid_argument("as many scales as blocks are needed");
+  }
+  return std::make_unique<QuantizeWith>(quantize, std::move(scales), weight);
+}
+
+std::unique_ptr<const Op> make_amax(ElementType src_type, int64_t rows, int64_t columns, float* amax) {
+  if (rows <= 0 || columns <= 0) throw std::invalid_argument("sizes must be positive");
+  return std::make_unique<AmaxOp>(src_type, rows, columns, amax);
+}
+
+}  // namespace weightlift
