@@ -37,7 +37,7 @@ def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.
     engine = house_engine.Model(rank=1, world_size=2)
     house_engine.write_checkpoint(tmp_path)
     opening, *examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
 
     namespace: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -56,5 +56,7 @@ def test_the_examples_run(tmp_path: Path, write_checkpoint: Any, capsys: pytest.
     assert "1.weight (8, 32)" in out
     assert f"{8 * 64 * 4} of {32 * 64 * 4} bytes were needed" in out
     assert namespace["report"].bytes_needed == 64 * 4 + 6 * 32 * 64 * 4  # of the engine, its half
+    dequantised = namespace["weight"].float() * namespace["scales"]
+    assert torch.allclose(dequantised, state["0.weight"], rtol=1 / 16, atol=1e-3)
     assert torch.equal(namespace["rows"], state["0.weight"][8:16])
     assert all(torch.equal(tensor, state[name]) for name, tensor in namespace["model"].state_dict().items())

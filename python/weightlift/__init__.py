@@ -4,6 +4,7 @@
 copies from; `load_file` loads a whole file or folder; `iter_weights` streams one.
 """
 
+from . import filters, ops
 from ._logging import set_up_logging
 from ._version import __version__
 from .checkpoint import CheckpointSource
@@ -39,11 +40,13 @@ __all__ = [
     "__version__",
     "download",
     "fast_load",
+    "filters",
     "iter_weights",
     "load",
     "load_file",
     "load_model",
     "open_checkpoint",
+    "ops",
     "patch_safetensors",
     "safe_open",
 ]
