@@ -193,6 +193,14 @@ def test_load_whose_bytes_differ_fails(checkpoint: Path, capsys: Output, monkeyp
     assert json.loads(capsys.readouterr().out)["verify"]["different"] == ["b.weight"]
 
 
+def test_verify_compares_tensors_of_any_strides(tmp_path: Path, capsys: Output) -> None:
+    column = torch.arange(6.0).view(2, 3)[:, 1]
+    tensors = {"expanded": torch.ones(1).expand(3), "transposed": torch.rand(2, 3).T, "one": column[:1].clone()}
+    torch.save(tensors | {"of one": column[1:]}, tmp_path / "x.pt")
+    assert main(["load", "--verify", str(tmp_path / "x.pt")]) == 0
+    assert "4 tensors, every byte as torch.load read it" in capsys.readouterr().out
+
+
 def test_verify_without_safetensors_says_so_before_loading(
     checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
+import weightlift
 from weightlift import storage
 from weightlift.config import OPTIONS, LoadConfig, ResolvedConfig, environment_variable
 from weightlift.report import format_bytes
@@ -193,3 +197,10 @@ def test_every_field_is_described_and_resolved() -> None:
     assert names == list(OPTIONS)
     assert names == [field.name for field in dataclasses.fields(ResolvedConfig)]
     assert all(option.effect.endswith(".") and option.when.endswith(".") for option in OPTIONS.values())
+
+
+def test_a_misspelt_variable_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setenv("WEIGHTLIFT_STRATEGI", "direct")
+    with pytest.warns(UserWarning, match="WEIGHTLIFT_STRATEGI is not a setting; WEIGHTLIFT_STRATEGY is"):
+        weightlift.load_file(tmp_path)

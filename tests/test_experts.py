@@ -630,6 +630,7 @@ def test_sizes_that_ranks_can_not_share_are_refused_before_memory_is_taken() -> 
         {"ckpt_names": ("up_proj", "down_proj", None)},
         {"use_grouped_topk": True},
         {"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1},
+        {"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 4, "num_experts": 6},
         {"expert_placement_strategy": "nearest"},
     ],
 )

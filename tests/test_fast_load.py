@@ -593,3 +593,27 @@ def test_tied_names_may_be_mapped(tmp_path: Path) -> None:
     fast_load(model, write(tmp_path, saved), mapper=WeightsMapper(orig_to_new_prefix={"model.": ""}))
     assert torch.equal(model.embed.weight, embed)
     assert torch.equal(model.head.weight, head)
+
+
+def test_a_head_registered_before_the_model_that_it_is_tied_to_is_kept_where_it_differs(tmp_path: Path) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(4, 2)
+
+        def load_weights(self, weights: Any) -> set[str]:
+            return {name for name, tensor in weights if self.get_parameter(name).data.copy_(tensor) is not None}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = nn.Linear(2, 4, bias=False)
+            self.model = Inner()
+            self.lm_head.weight = self.model.embed.weight
+
+    tensors = {"lm_head.weight": torch.ones(4, 2), "model.embed.weight": torch.full((4, 2), 2.0)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    model = Model()
+    fast_load(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(model.model.embed.weight, tensors["model.embed.weight"])

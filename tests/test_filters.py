@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
+import weightlift
 from weightlift.filters import encoder_only, experts, experts_except, first_rule, layers, local_experts, unused
 
 
@@ -208,3 +212,16 @@ def test_what_the_model_does_not_use_is_dropped() -> None:
 def test_the_first_rule_counts() -> None:
     filters = [None, unused(lambda name: "a" in name, rule="1st"), unused(lambda name: "b" in name, rule="2nd")]
     assert [first_rule(filters, name) for name in ("ab", "b", "c")] == ["1st", "2nd", None]
+
+
+def test_a_predicate_is_not_taken_for_a_filter(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match="a filter gave False for 'a'; expected the rule"):
+        weightlift.open_checkpoint(tmp_path, filters=[lambda name: name == "b"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("filters", [None, "a", ["a"], lambda name: None])
+def test_what_is_no_list_of_functions_is_refused(tmp_path: Path, filters: Any) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match="filters: expected a list of functions"):
+        weightlift.open_checkpoint(tmp_path, filters=filters)

@@ -128,6 +128,12 @@ def test_patterns_and_subfolders_are_respected(hub, tmp_path, cache):
     assert hub.fetched == ["vae/a.safetensors", "vae/b.safetensors"]
 
 
+@pytest.mark.parametrize("subfolder", ["vae/", "./vae", "vae//."])
+def test_subfolder_may_be_written_as_here(hub, tmp_path, subfolder):
+    hub.repositories["org/name"] = {"vae/a.safetensors": file_of(tmp_path, "a"), "b.safetensors": b"x"}
+    assert list(locate(CheckpointSource("org/name", subfolder=subfolder)).tensors) == ["a"]
+
+
 def test_shard_that_no_tensor_is_wanted_of_is_not_fetched(hub, tmp_path):
     hub.repositories["org/name"] = sharded(tmp_path)
     files = locate("org/name", filters=[lambda name: None if "1" in name else "another stage's"])

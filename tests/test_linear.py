@@ -177,7 +177,7 @@ def test_what_engines_read_of_a_qkv_layer() -> None:
     ],
 )
 def test_heads_that_do_not_divide_are_refused(tp_size: int, heads: int, kv_heads: int, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"^qkv_proj: {problem}$"):
+    with pytest.raises(ValueError, match=f"^qkv_proj: {problem}; choose another tp_size$"):
         qkv(0, tp_size, heads, kv_heads, 2)
 
 
@@ -241,7 +241,7 @@ def test_layers_without_parts_refuse_ids(make: Any) -> None:
 
 @pytest.mark.parametrize(("make", "what"), [(ColumnParallelLinear, "output_size"), (RowParallelLinear, "input_size")])
 def test_sizes_that_do_not_divide_are_refused(make: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=f"^mlp: {what} by tp_size: 8 is not divisible by 3$"):
+    with pytest.raises(ValueError, match=f"^mlp: {what} by tp_size: 8 is not divisible by 3; choose another tp_size$"):
         make(8, 8, prefix="mlp", parallel=rank(0, 3))
 
 

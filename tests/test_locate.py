@@ -161,6 +161,12 @@ def test_setting_of_a_source_that_is_not_accepted_is_named(options, told):
     assert told in str(caught.value)
 
 
+def test_a_list_of_files_has_no_subfolder():
+    """It would be left out, and the files taken that are beside the folder."""
+    with pytest.raises(ValueError, match=r"subfolder is 'vae' and path is a list of files"):
+        CheckpointSource(["model.safetensors"], subfolder="vae")
+
+
 # ---- nothing there
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from weightlift import CheckpointNotFoundError
 from weightlift.checkpoint import locate
+from weightlift.model.model_config import ConfigError
 from weightlift.model.parallel import ParallelConfig
 from weightlift.model.sharded_state import save_sharded_state
 from weightlift.model.skeleton import load_model
@@ -81,6 +82,7 @@ MODELS = {
     "llama_tied": (transformers.LlamaConfig, COMMON | {"tie_word_embeddings": True}),
     "llama_rope_llama3": (transformers.LlamaConfig, COMMON | {"rope_parameters": LLAMA3}),
     "llama_head_dim": (transformers.LlamaConfig, COMMON | {"head_dim": 12}),
+    "llama_window_that_it_has_not": (transformers.LlamaConfig, COMMON | {"sliding_window": 5}),
     "mistral_window": (transformers.MistralConfig, COMMON | {"sliding_window": 5}),
     "qwen2": (transformers.Qwen2Config, COMMON),
     "qwen2_window": (
@@ -93,6 +95,12 @@ MODELS = {
         COMMON
         | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
         | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3_moe_window": (
+        transformers.Qwen3MoeConfig,
+        COMMON
+        | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "mixtral": (transformers.MixtralConfig, COMMON | {"num_local_experts": 4}),
     "deepseek": (transformers.DeepseekV3Config, DEEPSEEK),
@@ -219,6 +227,38 @@ def test_rotary_embeddings_as_older_configs_spell_them_are_the_same(
     scaling["type"] = scaling.pop("rope_type")
     config["rope_scaling"] = scaling
     config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(whole.folder / "model.safetensors")
+    assert_all_close(run_together(tmp_path, whole.tokens, ranks(1)), whole.logits)
+
+
+def test_a_window_that_is_not_switched_on_is_none(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    whole = reference("qwen2")
+    config = json.loads((whole.folder / "config.json").read_text())
+    for name in ("use_sliding_window", "max_window_layers", "layer_types"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 5}))
+    (tmp_path / "model.safetensors").symlink_to(whole.folder / "model.safetensors")
+    assert_all_close(run_together(tmp_path, whole.tokens, ranks(1)), whole.logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_window", "mixtral"])
+def test_experts_with_another_activation_are_refused(
+    reference: Callable[[str], Reference], tmp_path: Path, name: str
+) -> None:
+    config = json.loads((reference(name).folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'; the models here have 'silu'"):
+        load_model(tmp_path)
+
+
+def test_an_original_length_beside_the_rope_parameters_goes_before_that_in_them(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    whole = reference("phi3_longrope")
+    config = json.loads((whole.folder / "config.json").read_text())
+    assert config["original_max_position_embeddings"] == 16
+    config["rope_parameters"]["original_max_position_embeddings"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(whole.folder / "model.safetensors")
     assert_all_close(run_together(tmp_path, whole.tokens, ranks(1)), whole.logits)

@@ -459,6 +459,16 @@ def test_the_plan_command_explains_a_parameter_of_a_model(shared_checkpoints: Pa
     assert all(copy["ops"] == ["narrow", "copy"] and copy["reads"] for copy in copies)
 
 
+def test_a_tensor_of_another_stage_is_explained_by_the_rule_that_skips_it(
+    shared_checkpoints: Path, capsys: Output
+) -> None:
+    arguments = ["plan", str(shared_checkpoints / "llama128"), "--pp-size", "2", "--pp-rank", "1", "--json"]
+    assert main([*arguments, "--explain", "model.layers.0.mlp.up_proj.weight"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["skipped"]["model.layers.0.mlp.up_proj.weight"] == "of another pipeline stage"
+    assert document["copies"] == []
+
+
 def test_the_plan_command_refuses_what_does_not_fit(folder: Path, capsys: Output) -> None:
     assert main(["plan", str(folder), "--memory", "64KiB"]) == 3
     output = capsys.readouterr()

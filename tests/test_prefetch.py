@@ -242,7 +242,7 @@ def load(folder: Path, **options: Any) -> LoadReport:
     return report
 
 
-@pytest.mark.parametrize("block_bytes", [64 << 10, MiB, 5 * MiB // 2, 64 * MiB])
+@pytest.mark.parametrize("block_bytes", [64 << 10, MiB, 5 * MiB // 2, 64 * MiB, GiB])
 def test_a_file_is_read_into_the_cache_whole(folder: Path, block_bytes: int) -> None:
     path = paths_of(folder)[0]
     make_cold([path])

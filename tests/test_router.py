@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -457,3 +458,26 @@ def test_loader_that_replaces_the_first_leaves_the_others_tied() -> None:
     AutoWeightsLoader(model).load_weights([("model.embed_tokens.weight", torch.ones(6, 3))])
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.eq(1).all()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+def test_an_error_of_a_weight_loader_says_for_which_tensor() -> None:
+    module = torch.nn.Linear(4, 2, bias=False)
+
+    def fail(param: torch.Tensor, loaded: torch.Tensor) -> None:
+        raise KeyError("kk")
+
+    module.weight.weight_loader = fail  # type: ignore[attr-defined]
+    with pytest.raises(KeyError) as caught:
+        AutoWeightsLoader(module).load_weights([("weight", torch.zeros(8, 4))])
+    assert caught.value.__notes__ == ["while weight [8, 4] was loaded into [2, 4]"]
+
+
+def test_no_rename_is_proposed_that_leads_nowhere_or_is_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"wqkv": torch.nn.Linear(4, 4, bias=False)})})
+    tensors = {"attn.wqkv.weight": torch.zeros(4, 4), "attn.wqkv.weight_scale": torch.zeros(4, 1)}
+    for extra in ({}, {"self_attn.k_proj.weight": torch.zeros(4, 4)}):
+        safetensors.torch.save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointMismatchError) as caught:
+            weightlift.fast_load(model, tmp_path)
+        assert "WeightsMapper" not in str(caught.value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import inspect
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -475,6 +477,43 @@ def test_few_of_many_open_files_keep_threads(file, tmp_path):
         assert comparable(part[...]) == comparable(expected["layer.1"])
     assert comparable(first) == comparable(expected["layer.0"])
     assert len(os.listdir("/proc/self/task")) - before <= 4 * of_one
+
+
+@pytest.mark.parametrize("strategy", ["eager", "prefetch"])
+def test_each_of_many_open_files_is_read_whole_once(file, tmp_path, monkeypatch, strategy):
+    monkeypatch.setenv("WEIGHTLIFT_STRATEGY", strategy)
+    read: list[str] = []
+    monkeypatch.setattr("weightlift.prefetch.read_into_cache", lambda path, **_: read.append(path))
+    paths = [tmp_path / str(i) for i in range(12)]
+    handles = []
+    for path in paths:
+        path.write_bytes(file.read_bytes())
+        handles.append(dropin.safe_open(path, "pt"))
+    for name in ("layer.0", "layer.1", "layer.2"):
+        for handle in handles:
+            handle.get_tensor(name)
+    for handle in handles:
+        handle.__exit__(None, None, None)
+    assert sorted(read) == sorted(map(str, paths))
+
+
+def test_many_files_may_be_read_by_many_threads(monkeypatch):
+    """Each thread's file may be the one that another takes for idle just then."""
+
+    class OpenFile:
+        def release(self, *, wait: bool) -> None:
+            pass
+
+    files: list[Any] = [OpenFile() for _ in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    monkeypatch.setattr(dropin, "_active", collections.OrderedDict())
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda start: [dropin._make_active(files[(start + i) % 6]) for i in range(20000)], range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(dropin._active) <= dropin._MAX_ACTIVE
 
 
 def test_handles_need_no_with(file):

@@ -22,6 +22,7 @@ from weightlift.model.formats import BaseModelLoader, StreamModelLoader, registe
 from weightlift.model.model_config import ConfigError, ModelConfig, read_config
 from weightlift.model.parallel import ParallelConfig
 from weightlift.model.pipeline import PPMissingLayer, stage_layers
+from weightlift.model.planning import plan_model
 from weightlift.model.registry import register_model, registered_models
 from weightlift.model.sharded_state import save_sharded_state
 from weightlift.model.skeleton import load_model
@@ -122,6 +123,26 @@ def test_head_that_differs_from_the_embedding_is_kept_though_the_config_ties_the
     assert torch.equal(model.model.embed_tokens.weight[:100], tensors["model.embed_tokens.weight"])
 
 
+def test_head_that_differs_from_the_embedding_is_verified_as_it_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path, tensors_of(CONFIG), tie_word_embeddings=True)
+    assert main(["load", str(folder), "--tp-size", "2", "--verify"]) == 0
+    assert "every byte as safetensors read it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plan_has_the_memory_of_a_head_until_it_is_known_to_equal_the_embedding(tmp_path: Path, tied: bool) -> None:
+    tensors = tensors_of(CONFIG)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = write_model(tmp_path, tensors, tie_word_embeddings=tied)
+    embedding, head = 128 * 32 * 4, 128 * 32 * 4
+    of_layers = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(("model.l", "model.n")))
+    plan = plan_model(folder)
+    # Beside what is loaded, the frequencies of rotary embeddings.
+    assert 0 <= plan.memory.host_parameters - (embedding + head + of_layers) < 1024
+
+
 def test_processing_comes_after_loading_layers_before_attention_before_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +219,11 @@ def test_unknown_architecture_is_an_error_that_lists_what_is_known_and_how_to_re
     assert all(name in text for name in registered_models())
 
 
+def test_a_file_is_loaded_by_the_config_beside_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    assert_equal(values(load_model(folder / "model.safetensors")), values(load_model(folder)))
+
+
 def test_folder_without_config_is_an_error_that_says_what_else_there_is(tmp_path: Path) -> None:
     with pytest.raises(weightlift.CheckpointNotFoundError, match=r"config\.json: not found.*fast_load\(model, path\)"):
         load_model(tmp_path)
@@ -236,6 +262,16 @@ def test_config_that_is_none_is_an_error_with_its_path(tmp_path: Path, text: str
         ({"rope_scaling": [1]}, "rope_parameters is .1.; expected an object"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "are not those of rope_type 'linear'"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "expected 4"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type is .'linear'.; known are default"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4'; expected a positive number"),
+        ({"partial_rotary_factor": -0.5}, "partial_rotary_factor is -0.5; expected a positive number"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+            "the models here have the same for all layers",
+        ),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings is '64'; expected a positive integer"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'; expected a number of layers"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
         ({"layer_types": ["sliding_attention"]}, "expected one for each of 2 layers"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_parameters lack 'low_freq_factor'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "load no quantised weights .quant_method 'fp8'"),
@@ -318,6 +354,13 @@ def test_what_is_missing_stays_out_without_strict(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     model = load_model(write_model(tmp_path, tensors), strict=False)
     assert model.load_report.missing_keys == ["model.norm.weight"]
+
+
+def test_size_that_is_null_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, {})
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": None}))
+    with pytest.raises(ConfigError, match="hidden_size is null; the model's class needs it"):
+        load_model(folder)
 
 
 def test_errors_of_configs_survive_pickling() -> None:
@@ -452,6 +495,13 @@ def test_slices_that_were_saved_are_loaded_as_they_were(tmp_path: Path, tied: bo
         assert model.load_report.bytes_read <= 1.05 * model.load_report.bytes_needed
 
 
+def test_slices_of_a_head_that_differs_from_the_embedding_are_kept_though_the_config_ties_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tensors_of(CONFIG), tie_word_embeddings=True)
+    model = load_model(folder)
+    save_sharded_state(model, folder, parallel=ParallelConfig())
+    assert_equal(values(load_model(folder, load_format="sharded_state")), values(model))
+
+
 def test_files_of_slices_are_those_of_vllm_and_safetensors_reads_them(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", tie_word_embeddings=True)
     model = load_model(folder)
@@ -525,6 +575,20 @@ def test_command_saves_every_rank_and_what_else_the_folder_has(
             assert_equal(values(saved), values(load_model(folder, parallel=parallel)))
 
 
+def test_slices_that_were_saved_by_a_command_are_loaded_and_verified_by_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write_model(tmp_path / "model"), tmp_path / "out"
+    assert main(["save-sharded", str(folder), str(out), "--tp-size", "2"]) == 0
+    arguments = ["load", str(out), "--load-format", "sharded_state", "--tp-size", "2", "--tp-rank", "1", "--verify"]
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    saved = safetensors.torch.load_file(out / "model-rank-1-part-0.safetensors")
+    assert document["bytes_needed"] == sum(tensor.nbytes for tensor in saved.values())
+    assert document["verify"] == {"num_compared": len(saved), "different": []}
+
+
 def test_command_reports_what_is_wrong_before_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = write_model(tmp_path / "model"), tmp_path / "out"
     assert main(["save-sharded", str(folder), str(out), "--tp-size", "3"]) == 1
@@ -534,5 +598,10 @@ def test_command_reports_what_is_wrong_before_it_writes(tmp_path: Path, capsys: 
     assert "is the model's own folder" in capsys.readouterr().err
     assert main(["save-sharded", str(folder), str(out), "--tp-size", "4", "--ep-size", "2"]) == 2
     assert "--ep-size is 2; expected 1, or that of --tp-size, 4" in capsys.readouterr().err
+    out.mkdir()
+    (out / "model-rank-1-part-0.safetensors").touch()
+    assert main(["save-sharded", str(folder), str(out), "--tp-size", "2"]) == 1
+    assert "has slices of that rank: model-rank-1-part-0.safetensors; remove them" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["model-rank-1-part-0.safetensors"]
     assert main(["save-sharded", str(folder), str(out), "--tp-size", "0"]) == 2
     assert "expected a positive integer, found '0'" in capsys.readouterr().err

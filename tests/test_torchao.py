@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from weightlift import CheckpointError, LoadConfig, torchao
+from weightlift import CheckpointError, CheckpointSource, LoadConfig, torchao
 from weightlift.filters import unused
 from weightlift.stream import iter_weights
 
@@ -93,6 +93,15 @@ def test_parts_are_put_together_across_shards(folder: Path) -> None:
     assert torch.equal(arrived["m.bias"], torch.ones(3))
     for i, name in enumerate(NAMES):
         assert torch.equal(arrived[name], torch.full((4, 8), float(i * i)))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_prefix_is_refused(folder: Path) -> None:
+    """The names in the metadata have none: no part would be found."""
+    source = CheckpointSource(folder, prefix="x.")
+    for path in (source, [folder, source]):
+        with pytest.raises(ValueError, match=r"strategy is 'torchao' and prefix is 'x\.': they exclude each other"):
+            iter_weights(path, config=CONFIG)
 
 
 @pytest.mark.usefixtures("stand_in")

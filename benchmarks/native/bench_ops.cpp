@@ -14,6 +14,7 @@
 #include <numeric>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "transform/map_bytes.h"
 #include "transform/marlin_repack.h"
@@ -74,10 +75,19 @@ void copy(benchmark::State& state) {
   state.SetBytesProcessed(state.iterations() * kSourceBytes);
 }
 
-void run(benchmark::State& state, const std::function<std::unique_ptr<const Op>()>& make) {
+// Limits the instructions to the level that a benchmark asks for; false, with its error set, where there are none such.
+bool use_level(benchmark::State& state) {
   const auto level = static_cast<Simd>(state.range(0));
   limit_simd(level);
-  if (simd() != level) return state.SkipWithError("this machine has no such instructions");
+  if (simd() == level) return true;
+  state.SkipWithError("this machine has no such instructions");
+  return false;
+}
+
+using MakeOp = std::function<std::unique_ptr<const Op>()>;
+
+void run(benchmark::State& state, const MakeOp& make) {
+  if (!use_level(state)) return;
   const std::unique_ptr<const Op> op = make();
   source();
   target();
@@ -85,27 +95,54 @@ void run(benchmark::State& state, const std::function<std::unique_ptr<const Op>(
   state.SetBytesProcessed(state.iterations() * op->source().num_rows * op->source().row_bytes);
 }
 
-std::unique_ptr<const Op> repack(PackedLayout layout, int num_bits, bool is_a_8bit, bool gather) {
-  const int64_t n = gather ? 65536 : 8192;
-  const int64_t k = kSourceBytes / n * 8 / num_bits;
-  MarlinRepack repack{layout, num_bits, is_a_8bit, k, n, k, n, {}};
-  if (gather) {
-    repack.perm.resize(static_cast<size_t>(k));
-    for (int64_t i = 0; i < k; ++i) repack.perm[static_cast<size_t>(i)] = static_cast<int32_t>(i * 12289 % k);
+MarlinRepack repack_of(PackedLayout layout, int num_bits, bool is_a_8bit, int64_t bytes) {
+  const int64_t n = 8192;
+  const int64_t k = bytes / n * 8 / num_bits;
+  return {layout, num_bits, is_a_8bit, k, n, k, n, {}};
+}
+
+std::unique_ptr<const Op> make_repack(MarlinRepack repack, std::byte* out) {
+  const int64_t tile_rows = repack.padded_k / (repack.is_a_8bit ? 32 : 16);
+  const int64_t row_bytes = repack.padded_n * repack.padded_k * repack.num_bits / 8 / tile_rows;
+  return make_marlin_repack(std::move(repack), {out, tile_rows, row_bytes, row_bytes});
+}
+
+std::unique_ptr<const Op> repack(PackedLayout layout, int num_bits, bool is_a_8bit) {
+  return make_repack(repack_of(layout, num_bits, is_a_8bit, kSourceBytes), target().data());
+}
+
+// One thread takes all of an op with a perm; so here, as in a loader, each has a tensor of its own at a time: 8192 k.
+void run_gathered(benchmark::State& state, int num_bits, bool is_a_8bit) {
+  if (!use_level(state)) return;
+  constexpr int64_t kBytes = 32 << 20;
+  MarlinRepack repack = repack_of(PackedLayout::kGptq, num_bits, is_a_8bit, kBytes);
+  for (int64_t i = 0; i < repack.size_k; ++i) {
+    repack.perm.push_back(static_cast<int32_t>(i * 12289 % repack.size_k));
   }
-  const int64_t tile_k = is_a_8bit ? 32 : 16;
-  const int64_t row_bytes = n * tile_k * num_bits / 8;
-  return make_marlin_repack(std::move(repack), {target().data(), k / tile_k, row_bytes, row_bytes});
+  std::vector<std::unique_ptr<const Op>> ops;
+  for (int64_t first = 0; first < kSourceBytes; first += kBytes) {
+    ops.push_back(make_repack(repack, target().data() + first));
+  }
+  source();
+  for (auto _ : state) {
+    const auto run_share = [&](size_t thread) {
+      for (size_t i = thread; i < ops.size(); i += kThreads) {
+        const OpSource& rows = ops[i]->source();
+        ops[i]->run(source().data() + static_cast<int64_t>(i) * kBytes, rows.row_bytes, 0, rows.num_rows);
+      }
+    };
+    std::thread other(run_share, 1);
+    run_share(0);
+    other.join();
+  }
+  state.SetBytesProcessed(state.iterations() * kSourceBytes);
 }
 
 // FP8 as in a checkpoint: 8192 columns of k.
 std::unique_ptr<const Op> repack_n_major(int num_bits, bool is_a_8bit) {
   const int64_t k = 8192;
   const int64_t n = kSourceBytes / k * 8 / num_bits;
-  const int64_t tile_k = is_a_8bit ? 32 : 16;
-  const int64_t row_bytes = n * tile_k * num_bits / 8;
-  return make_marlin_repack({PackedLayout::kNMajor, num_bits, is_a_8bit, k, n, k, n, {}},
-                            {target().data(), k / tile_k, row_bytes, row_bytes});
+  return make_repack({PackedLayout::kNMajor, num_bits, is_a_8bit, k, n, k, n, {}}, target().data());
 }
 
 std::unique_ptr<const Op> byte_map(const ByteTable& table) {
@@ -145,9 +182,9 @@ std::unique_ptr<const Op> amax(ElementType type) {
   return make_amax(type, kSourceBytes / 8192, 8192 / element_bytes(type), reinterpret_cast<float*>(scale_memory()));
 }
 
-void add(const char* name, const std::function<std::unique_ptr<const Op>()>& make) {
+void add_levels(const char* name, const std::function<void(benchmark::State&)>& benchmark) {
   for (int level = 2; level >= 0; --level) {
-    benchmark::RegisterBenchmark(name, [make](benchmark::State& state) { run(state, make); })
+    benchmark::RegisterBenchmark(name, benchmark)
         ->Arg(level)
         ->UseRealTime()
         ->MeasureProcessCPUTime()
@@ -155,18 +192,25 @@ void add(const char* name, const std::function<std::unique_ptr<const Op>()>& mak
   }
 }
 
+void add(const char* name, const MakeOp& make) {
+  add_levels(name, [make](benchmark::State& state) { run(state, make); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using enum ElementType;
   benchmark::RegisterBenchmark("memcpy", copy)->UseRealTime()->MeasureProcessCPUTime()->Unit(benchmark::kMillisecond);
-  add("gptq_marlin_repack/4bit", [] { return repack(PackedLayout::kGptq, 4, false, false); });
-  add("gptq_marlin_repack/8bit", [] { return repack(PackedLayout::kGptq, 8, false, false); });
-  add("gptq_marlin_repack/4bit_a8", [] { return repack(PackedLayout::kGptq, 4, true, false); });
-  add("gptq_marlin_repack/8bit_a8", [] { return repack(PackedLayout::kGptq, 8, true, false); });
-  add("gptq_marlin_repack/4bit_perm_one_thread", [] { return repack(PackedLayout::kGptq, 4, false, true); });
-  add("awq_marlin_repack/4bit", [] { return repack(PackedLayout::kAwq, 4, false, false); });
-  add("awq_marlin_repack/8bit", [] { return repack(PackedLayout::kAwq, 8, false, false); });
+  add("gptq_marlin_repack/4bit", [] { return repack(PackedLayout::kGptq, 4, false); });
+  add("gptq_marlin_repack/8bit", [] { return repack(PackedLayout::kGptq, 8, false); });
+  add("gptq_marlin_repack/4bit_a8", [] { return repack(PackedLayout::kGptq, 4, true); });
+  add("gptq_marlin_repack/8bit_a8", [] { return repack(PackedLayout::kGptq, 8, true); });
+  add_levels("gptq_marlin_repack/4bit_perm", [](benchmark::State& state) { run_gathered(state, 4, false); });
+  add_levels("gptq_marlin_repack/8bit_perm", [](benchmark::State& state) { run_gathered(state, 8, false); });
+  add_levels("gptq_marlin_repack/4bit_a8_perm", [](benchmark::State& state) { run_gathered(state, 4, true); });
+  add_levels("gptq_marlin_repack/8bit_a8_perm", [](benchmark::State& state) { run_gathered(state, 8, true); });
+  add("awq_marlin_repack/4bit", [] { return repack(PackedLayout::kAwq, 4, false); });
+  add("awq_marlin_repack/8bit", [] { return repack(PackedLayout::kAwq, 8, false); });
   add("fp8_marlin_repack", [] { return repack_n_major(8, false); });
   add("fp4_marlin_repack", [] { return repack_n_major(4, false); });
   add("normalize_e4m3fn_to_e4m3fnuz", [] { return byte_map(e4m3fn_to_e4m3fnuz_table(true)); });

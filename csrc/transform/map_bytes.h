@@ -25,6 +25,6 @@ struct ByteMapPart {
 
 // The source: rows of bytes. The output: as many rows of the same size. Granule: one row.
 // Throws std::invalid_argument: parts that don't ascend to the last row, an output of another size.
-std::unique_ptr<const Op> make_byte_map(std::vector<ByteMapPart> parts, int64_t row_bytes, OpOutput output);
+std::unique_ptr<const Op> make_byte_map(const std::vector<ByteMapPart>& parts, int64_t row_bytes, OpOutput output);
 
 }  // namespace weightlift

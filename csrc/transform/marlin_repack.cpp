@@ -365,45 +365,215 @@ LoadBlock load_block_for(PackedLayout layout, int num_bits) {
   return nullptr;
 }
 
-// ---- first step of a gather: one row of GPTQ words, from values in any rows
+// ---- gathering: tiles of rows that a perm names
 
-struct GatheredValue {
-  const std::byte* row;  // of words
-  int64_t shift;
+// A strip is kStripColumns columns of the source. A packed row has values for many tiles, so the strip is first brought
+// close together, in a form from which any row of k is taken at once; then every row of tiles comes from a cache.
+constexpr int64_t kStripColumns = 64;
+
+// `rows` packed rows of `columns` words, a strip or less of it, into as many bytes as a whole strip has.
+using LoadStrip = void (*)(const std::byte* src, int64_t src_stride, int64_t rows, int64_t columns, std::byte* strip);
+// All tiles of a strip whose rows are perm[0], perm[1] ..., one tile behind the other.
+using PackStrip = void (*)(const std::byte* strip, const int32_t* perm, std::byte* out);
+
+struct Gather {
+  LoadStrip load;
+  PackStrip pack;
 };
-using GatherRow = void (*)(const GatheredValue* values, int64_t n, std::byte* out);
 
-template <int kBits>
-void gather_row_scalar(const GatheredValue* values, int64_t n, std::byte* out) {
-  for (int64_t column = 0; column < n; ++column) {
-    uint32_t word = 0;
-    for (int i = 32 / kBits; i-- > 0;) {
-      word = word << kBits | (load_word(values[i].row + 4 * column) >> values[i].shift & ((1u << kBits) - 1));
+void load_strip_scalar(const std::byte* src, int64_t src_stride, int64_t rows, int64_t columns, std::byte* strip) {
+  load_block_gptq(src, src_stride, rows, columns, strip, 4 * kStripColumns);
+}
+
+template <int kBits, bool kA8>
+void pack_strip_scalar(const std::byte* strip, const int32_t* perm, std::byte* out) {
+  using Tile = MarlinTile<kBits, kA8>;
+  const auto word_at = [&](int64_t row, int64_t column) {
+    return load_word(strip + 4 * (row * kStripColumns + column));
+  };
+  for (int64_t first_n = 0; first_n < kStripColumns; first_n += Tile::kColumns) {
+    for (int word = 0; word < Tile::kWords; ++word, out += 4) {
+      store_word(out, Tile::pack(word, [&](int k, int n) {
+                   return packed_value<kBits, PackedLayout::kGptq>(word_at, perm[k], first_n + n);
+                 }));
     }
-    store_word(out + 4 * column, word);
   }
 }
 
 #if WEIGHTLIFT_X86
+
+// Here a strip has a row for each k. Columns are 8 * g + m. A row's bytes are in two registers, for m 0 1 | 4 5 and
+// 2 3 | 6 7 (lane | lane), in each lane g 0..7 of one m, then of the other. Of 4 bits, the first register's values are
+// the low nibbles, and the second one's the high nibbles, of one register. This order is what needs the least shuffling
+// on both sides.
 template <int kBits>
-WEIGHTLIFT_TARGET_AVX2 void gather_row_avx2(const GatheredValue* values, int64_t n, std::byte* out) {
-  const __m256i mask = _mm256_set1_epi32((1 << kBits) - 1);
-  for (int64_t column = 0; column < n; column += 8) {  // n is a multiple of 32
-    __m256i words = _mm256_setzero_si256();
-    for (int i = 32 / kBits; i-- > 0;) {
-      const __m256i shifted = _mm256_srl_epi32(load8(values[i].row + 4 * column), _mm_loadu_si64(&values[i].shift));
-      words = _mm256_or_si256(_mm256_slli_epi32(words, kBits), _mm256_and_si256(shifted, mask));
+constexpr int64_t kStripRowBytes = kStripColumns * kBits / 8;
+
+// Words of columns (m, g), (m, g + 1), (m + 1, g), (m + 1, g + 1), for g 0 2 4 6: their bytes, apart, byte t of each in
+// register t.
+WEIGHTLIFT_TARGET_AVX2 inline void separate_bytes(__m256i (&words)[4]) {
+  const __m256i by_byte =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+  for (__m256i& word : words) word = _mm256_shuffle_epi8(word, by_byte);
+  const __m256i first_low = _mm256_unpacklo_epi16(words[0], words[1]);  // of m
+  const __m256i first_high = _mm256_unpacklo_epi16(words[2], words[3]);
+  const __m256i second_low = _mm256_unpackhi_epi16(words[0], words[1]);  // of m + 1
+  const __m256i second_high = _mm256_unpackhi_epi16(words[2], words[3]);
+  const __m256i first_01 = _mm256_unpacklo_epi32(first_low, first_high);
+  const __m256i first_23 = _mm256_unpackhi_epi32(first_low, first_high);
+  const __m256i second_01 = _mm256_unpacklo_epi32(second_low, second_high);
+  const __m256i second_23 = _mm256_unpackhi_epi32(second_low, second_high);
+  words[0] = _mm256_unpacklo_epi64(first_01, second_01);
+  words[1] = _mm256_unpackhi_epi64(first_01, second_01);
+  words[2] = _mm256_unpacklo_epi64(first_23, second_23);
+  words[3] = _mm256_unpackhi_epi64(first_23, second_23);
+}
+
+template <int kBits>
+WEIGHTLIFT_TARGET_AVX2 void load_strip_avx2(const std::byte* src, int64_t src_stride, int64_t rows, int64_t columns,
+                                            std::byte* strip) {
+  constexpr int64_t kAhead = 16;  // rows: they lie far apart, no pattern that a processor sees
+  alignas(32) std::byte part[4 * kStripColumns] = {};
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::byte* from = src + row * src_stride;
+    if (row + kAhead < rows) {
+      for (int64_t at = 0; at < 4 * columns; at += 64) __builtin_prefetch(from + kAhead * src_stride + at, 0, 2);
     }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * column), words);
+    if (columns < kStripColumns) {
+      std::memcpy(part, from, static_cast<size_t>(4 * columns));
+      from = part;
+    }
+    __m256i first[4];   // of 4 bits: the even values; of 8: those of the first register
+    __m256i second[4];  // the odd ones; those of the second one
+    for (int i = 0; i < 4; ++i) {
+      const __m256i a = load8(from + 64 * i);
+      const __m256i b = load8(from + 64 * i + 32);
+      first[i] = _mm256_unpacklo_epi32(a, b);
+      second[i] = _mm256_unpackhi_epi32(a, b);
+      if constexpr (kBits == 4) {
+        const NibblePairs pairs = pair_nibbles(first[i], second[i]);
+        first[i] = pairs.even;
+        second[i] = pairs.odd;
+      }
+    }
+    separate_bytes(first);
+    separate_bytes(second);
+    for (int i = 0; i < 4; ++i) {
+      auto* to = reinterpret_cast<__m256i*>(strip + row * 4 * kStripColumns + 64 * i);
+      _mm256_storeu_si256(to, first[i]);
+      _mm256_storeu_si256(to + 1, second[i]);
+    }
   }
 }
-#endif
 
-GatherRow gather_row_for(int num_bits) {
+// The two registers of a row of bytes. Of 4 bits, a byte is a value of row perm[0] below one of row perm[distance].
+struct ByteRow {
+  __m256i registers[2];
+};
+template <int kBits>
+WEIGHTLIFT_TARGET_AVX2 inline ByteRow load_row(const std::byte* strip, const int32_t* perm, int distance) {
+  const std::byte* row = strip + perm[0] * kStripRowBytes<kBits>;
+  if constexpr (kBits == 8) return {{load8(row), load8(row + 32)}};
+  const NibblePairs pairs = pair_nibbles(load8(row), load8(strip + perm[distance] * kStripRowBytes<kBits>));
+  return {{pairs.even, pairs.odd}};
+}
+
+// Words of a byte from each of four rows: of the first m those with g 0..3, with g 4..7; then of the second one.
+struct Words {
+  __m256i words[4];
+};
+WEIGHTLIFT_TARGET_AVX2 inline Words interleave(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i ab_first = _mm256_unpacklo_epi8(a, b);
+  const __m256i ab_second = _mm256_unpackhi_epi8(a, b);
+  const __m256i cd_first = _mm256_unpacklo_epi8(c, d);
+  const __m256i cd_second = _mm256_unpackhi_epi8(c, d);
+  return {{_mm256_unpacklo_epi16(ab_first, cd_first), _mm256_unpackhi_epi16(ab_first, cd_first),
+           _mm256_unpacklo_epi16(ab_second, cd_second), _mm256_unpackhi_epi16(ab_second, cd_second)}};
+}
+
+// The words, register by register, of rows perm[k[0]] ... perm[k[3]] of bytes.
+template <int kBits>
+WEIGHTLIFT_TARGET_AVX2 inline void load_rows(const std::byte* strip, const int32_t* perm, const int (&k)[4],
+                                             int distance, Words (&out)[2]) {
+  const ByteRow a = load_row<kBits>(strip, perm + k[0], distance);
+  const ByteRow b = load_row<kBits>(strip, perm + k[1], distance);
+  const ByteRow c = load_row<kBits>(strip, perm + k[2], distance);
+  const ByteRow d = load_row<kBits>(strip, perm + k[3], distance);
+  for (int r = 0; r < 2; ++r) {
+    out[r] = interleave(a.registers[r], b.registers[r], c.registers[r], d.registers[r]);
+  }
+}
+
+// Below, out[m][quad][...]: `to` is the place of (m, quad); m + 4, the upper lane, is half a tile further.
+
+// A word: columns g and g + 1, which are n and n + 8, of both rows.
+WEIGHTLIFT_TARGET_AVX2 void pack_strip_4bit_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
+  for (int quad = 0; quad < 4; ++quad) {
+    const ByteRow a = load_row<4>(strip, perm + 2 * quad, 8);
+    const ByteRow b = load_row<4>(strip, perm + 2 * quad + 1, 8);
+    for (int r = 0; r < 2; ++r) {
+      std::byte* to = out + 128 * r + 16 * quad;
+      store_lanes(to, to + 256, _mm256_unpacklo_epi16(a.registers[r], b.registers[r]));
+      store_lanes(to + 64, to + 64 + 256, _mm256_unpackhi_epi16(a.registers[r], b.registers[r]));
+    }
+  }
+}
+
+WEIGHTLIFT_TARGET_AVX2 void pack_strip_8bit_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
+  for (int quad = 0; quad < 4; ++quad) {
+    Words rows[2];
+    load_rows<8>(strip, perm + 2 * quad, {0, 8, 1, 9}, 0, rows);
+    for (int r = 0; r < 2; ++r) {
+      for (int i = 0; i < 4; ++i) {
+        std::byte* to = out + 128 * (2 * r + i / 2) + 32 * quad + 16 * (i % 2);
+        store_lanes(to, to + 512, rows[r].words[i]);
+      }
+    }
+  }
+}
+
+// Two tiles, as in the next one: g 0..3 and 4..7.
+WEIGHTLIFT_TARGET_AVX2 void pack_strip_4bit_a8_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
+  for (int quad = 0; quad < 4; ++quad) {
+    Words rows[2];
+    load_rows<4>(strip, perm + 4 * quad, {0, 1, 2, 3}, 16, rows);
+    for (int r = 0; r < 2; ++r) {
+      for (int i = 0; i < 4; ++i) {
+        std::byte* to = out + 64 * (2 * r + i / 2) + 16 * quad + 512 * (i % 2);
+        store_lanes(to, to + 256, rows[r].words[i]);
+      }
+    }
+  }
+}
+
+// Words of four k, and of those 16 further, in turn.
+WEIGHTLIFT_TARGET_AVX2 void pack_strip_8bit_a8_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
+  for (int quad = 0; quad < 4; ++quad) {
+    Words low[2];
+    Words high[2];
+    load_rows<8>(strip, perm + 4 * quad, {0, 1, 2, 3}, 0, low);
+    load_rows<8>(strip, perm + 4 * quad, {16, 17, 18, 19}, 0, high);
+    for (int r = 0; r < 2; ++r) {
+      for (int i = 0; i < 4; ++i) {
+        std::byte* to = out + 128 * (2 * r + i / 2) + 32 * quad + 1024 * (i % 2);
+        store_lanes(to, to + 512, _mm256_unpacklo_epi32(low[r].words[i], high[r].words[i]));
+        store_lanes(to + 16, to + 16 + 512, _mm256_unpackhi_epi32(low[r].words[i], high[r].words[i]));
+      }
+    }
+  }
+}
+
+#endif  // WEIGHTLIFT_X86
+
+Gather gather_for(int num_bits, bool a8) {
 #if WEIGHTLIFT_X86
-  if (simd() >= Simd::kAvx2) return num_bits == 4 ? gather_row_avx2<4> : gather_row_avx2<8>;
+  if (simd() >= Simd::kAvx2) {
+    if (num_bits == 4) return {load_strip_avx2<4>, a8 ? pack_strip_4bit_a8_avx2 : pack_strip_4bit_avx2};
+    return {load_strip_avx2<8>, a8 ? pack_strip_8bit_a8_avx2 : pack_strip_8bit_avx2};
+  }
 #endif
-  return num_bits == 4 ? gather_row_scalar<4> : gather_row_scalar<8>;
+  if (num_bits == 4) return {load_strip_scalar, a8 ? pack_strip_scalar<4, true> : pack_strip_scalar<4, false>};
+  return {load_strip_scalar, a8 ? pack_strip_scalar<8, true> : pack_strip_scalar<8, false>};
 }
 
 // ---- the op
@@ -418,7 +588,7 @@ class MarlinRepackOp final : public Op {
         values_per_word_(32 / repack_.num_bits),
         tile_bytes_(4096 / values_per_word_),
         load_block_(load_block_for(repack_.layout, repack_.num_bits)),
-        gather_row_(gather_row_for(repack_.num_bits)),
+        gather_(gather_for(repack_.num_bits, repack_.is_a_8bit)),
         pack_tile_(pack_tile_for(repack_.num_bits, repack_.is_a_8bit)),
         stream_tile_(stream_tile()) {}
 
@@ -459,10 +629,14 @@ class MarlinRepackOp final : public Op {
 
   void pack(const std::byte* words, int64_t stride, int64_t tile_row, int64_t tile_column) const {
     std::byte* out = place(tile_row, tile_column);
-    if (stream_tile_ == nullptr || reinterpret_cast<uintptr_t>(out) % 64 != 0) return pack_tile_(words, stride, out);
+    if (!may_stream(out)) return pack_tile_(words, stride, out);
     alignas(64) std::byte tile[1024];
     pack_tile_(words, stride, tile);
     stream_tile_(tile, out, tile_bytes_);
+  }
+
+  bool may_stream(const std::byte* out) const {
+    return stream_tile_ != nullptr && reinterpret_cast<uintptr_t>(out) % 64 == 0;
   }
 
   // How many of `size` values from `first` on the source has.
@@ -523,26 +697,22 @@ class MarlinRepackOp final : public Op {
     }
   }
 
-  // All tiles, of rows that perm names. A row has values for many tiles, so a column of tiles is brought close together
-  // first, where it comes from a cache, and its rows don't contend for the same places there.
   void run_gathered(const std::byte* src, int64_t src_stride) const {
-    const int64_t packed_rows = tile_k_ / values_per_word_;
-    const int64_t stride = 4 * tile_n_;
-    std::vector<std::byte> words(static_cast<size_t>(source().num_rows * stride));
-    GatheredValue values[32];
-    alignas(64) std::byte block[kBlockBytes];
-    for (int64_t tile = 0; tile < repack_.size_n / tile_n_; ++tile) {
-      load_block_gptq(src + tile * stride, src_stride, source().num_rows, tile_n_, words.data(), stride);
+    const int64_t rows = source().num_rows;
+    std::vector<std::byte> strip(static_cast<size_t>(rows * 4 * kStripColumns));
+    alignas(64) std::byte tiles[2048];
+    for (int64_t column = 0; column < repack_.size_n; column += kStripColumns) {
+      const int64_t columns = std::min(kStripColumns, repack_.size_n - column);
+      const int64_t bytes = columns / tile_n_ * tile_bytes_;
+      gather_.load(src + 4 * column, src_stride, rows, columns, strip.data());
       for (int64_t tile_row = 0; tile_row < repack_.size_k / tile_k_; ++tile_row) {
-        for (int64_t k = 0; k < tile_k_; ++k) {
-          const int64_t source_k = repack_.perm[static_cast<size_t>(tile_row * tile_k_ + k)];
-          values[k] = {words.data() + source_k / values_per_word_ * stride,
-                       source_k % values_per_word_ * repack_.num_bits};
+        gather_.pack(strip.data(), repack_.perm.data() + tile_row * tile_k_, tiles);
+        std::byte* out = place(tile_row, column / tile_n_);
+        if (may_stream(out)) {
+          stream_tile_(tiles, out, bytes);
+        } else {
+          std::memcpy(out, tiles, static_cast<size_t>(bytes));
         }
-        for (int64_t row = 0; row < packed_rows; ++row) {
-          gather_row_(values + row * values_per_word_, tile_n_, block + row * kBlockStride);
-        }
-        pack(block, kBlockStride, tile_row, tile);
       }
     }
   }
@@ -553,7 +723,7 @@ class MarlinRepackOp final : public Op {
   const int64_t values_per_word_;
   const int64_t tile_bytes_;
   const LoadBlock load_block_;
-  const GatherRow gather_row_;
+  const Gather gather_;
   const PackTile pack_tile_;
   const StreamTile stream_tile_;  // null: none
 };

@@ -10,13 +10,14 @@ std::atomic<Simd> limit{Simd::kAvx512};
 
 Simd machine_simd() {
 #if WEIGHTLIFT_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi")) {
-    return Simd::kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2")) return Simd::kAvx2;
-#endif
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return Simd::kBaseline;
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512vbmi");
+  return has_avx512 ? Simd::kAvx512 : Simd::kAvx2;
+#else
   return Simd::kBaseline;
+#endif
 }
 
 }  // namespace

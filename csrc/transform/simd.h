@@ -6,15 +6,16 @@
 
 #if defined(__x86_64__)
 #define WEIGHTLIFT_X86 1
-#define WEIGHTLIFT_TARGET_AVX2 __attribute__((target("avx2")))
+#define WEIGHTLIFT_TARGET_AVX2 __attribute__((target("avx2,f16c")))
 #define WEIGHTLIFT_TARGET_AVX512 \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,prefer-vector-width=512")))
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,f16c,prefer-vector-width=512")))
 #endif
 #define WEIGHTLIFT_ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace weightlift {
 
-// Each has all that the ones before it have. kAvx512 means what Ice Lake and Zen 4 have of it, VBMI included.
+// Each has all that the ones before it have. kAvx2 includes F16C, as every such machine does; kAvx512 means what Ice
+// Lake and Zen 4 have of it, VBMI included.
 enum class Simd : uint8_t { kBaseline, kAvx2, kAvx512 };
 
 // The best that this machine has, or the limit where that is lower.

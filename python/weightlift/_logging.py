@@ -1,4 +1,4 @@
-"""The package's logger. It stays silent unless the application, or WEIGHTLIFT_LOG_TO_STDERR, says otherwise."""
+"""The package's logger. Where the application sets up no logging, Python shows warnings on stderr, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ logger = logging.getLogger("weightlift")
 
 def set_up_logging() -> None:
     """Called once, when the package is imported. WEIGHTLIFT_LOG_TO_STDERR=1 shows INFO and above on stderr."""
-    logger.addHandler(logging.NullHandler())
     if _setting() == "1":
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

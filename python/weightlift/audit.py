@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +16,7 @@ from .errors import CheckpointError, CheckpointNotFoundError, folded, listed, pr
 from .files import DOWNLOAD_AGAIN, is_folder, list_names
 from .index_file import read_index
 from .names import natural_key
-from .source import OTHER_FORMATS, TORCH_SUFFIXES, choose_files, nothing_found
-
-_ONE_OF_MANY = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
+from .source import OTHER_FORMATS, TORCH_SUFFIXES, choose_files, missing_parts, nothing_found
 
 
 @dataclass
@@ -68,12 +66,19 @@ def audit(source: CheckpointSource) -> Audit:
     if index is not None:
         result.index = os.path.join(path, index)
         others = [name for name in names if not name.endswith(".index.json")]
-        _, beside = choose_files(others, source, where=path)
+        beside: list[str] = []
+        with contextlib.suppress(CheckpointError):  # of several ranks; with the index, none of them is read
+            _, beside = choose_files(others, source, where=path)
         read = _audit_index(result, result.index, [os.path.join(path, name) for name in beside])
         read.append(result.index)
     elif files:
         read = [os.path.join(path, name) for name in files]
-        _check_numbering(result, files)
+        if absent := missing_parts(files):
+            problem = (
+                f"there is no index, and of the files that their names promise {len(absent)} are missing: "
+                f"{listed(absent)}; {DOWNLOAD_AGAIN}"
+            )
+            result.problems.append(CheckpointNotFoundError(problem, path=result.folder, reason="ShardsMissing"))
         _audit_shards(result, read, {})
     else:
         shown = [name + "/" if is_folder(os.path.join(path, name)) else name for name in names]
@@ -172,20 +177,3 @@ def _audit_shards(result: Audit, paths: list[str], assigned: Mapping[str, str]) 
             "one file only, pass the files that belong together, or their index"
         )
         result.problems.append(CheckpointError(problem, path=path, reason="DuplicateTensor"))
-
-
-def _check_numbering(result: Audit, names: list[str]) -> None:
-    """Where there is no index, names such as `model-00002-of-00003.safetensors` tell whether one is missing."""
-    numbers: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
-    for name in names:
-        if match := _ONE_OF_MANY.fullmatch(name):
-            stem, number, count, suffix = match.groups()
-            numbers[stem, count, suffix].add(int(number))
-    for (stem, count, suffix), present in numbers.items():
-        first = 0 if 0 in present else 1
-        absent = sorted(set(range(first, first + int(count))) - present)
-        if absent:
-            shown = listed(f"{stem}-{number:0{len(count)}}-of-{count}{suffix}" for number in absent)
-            problem = f"{len(absent)} of the {int(count)} files that their names promise are missing: {shown}"
-            problem = f"{problem}; {DOWNLOAD_AGAIN}"
-            result.problems.append(CheckpointNotFoundError(problem, path=result.folder, reason="ShardsMissing"))

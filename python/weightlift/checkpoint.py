@@ -9,11 +9,11 @@ from . import hub
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .errors import CheckpointError, CheckpointNotFoundError, listed, printable
 from .files import DOWNLOAD_AGAIN, is_folder, list_names
-from .filters import Filter, first_rule
+from .filters import Filter, checked, first_rule
 from .index_file import read_index
 from .names import natural_key
 from .safetensors_file import read_shard
-from .source import OTHER_FORMATS, TORCH_SUFFIXES, CheckpointSource, choose_files, nothing_found
+from .source import OTHER_FORMATS, TORCH_SUFFIXES, CheckpointSource, choose_files, missing_parts, nothing_found
 from .torch_file import read_torch_shard
 
 PathLike = str | os.PathLike[str]
@@ -50,6 +50,7 @@ def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> 
         CheckpointError: a file is not valid, or of a format that is not read; the index is not valid or names tensors
             that its shards lack; two files hold the same tensor.
     """
+    filters = checked(filters)
     if isinstance(source, CheckpointSource):
         return _locate_source(source, filters)
     if isinstance(source, (str, bytes, os.PathLike)):
@@ -86,6 +87,13 @@ def _locate_folder(folder: str, source: CheckpointSource, filters: Sequence[Filt
     if not files:
         shown = [name + "/" if is_folder(os.path.join(folder, name)) else name for name in names]
         raise nothing_found(shown, source, where=folder)
+    if source.allow_patterns is None and (absent := missing_parts(files)):
+        raise CheckpointNotFoundError(
+            f"there is no index, and of the files that their names promise {len(absent)} are missing: "
+            f"{listed(absent)}; {DOWNLOAD_AGAIN}, or pass the files to load as a list",
+            path=folder,
+            reason="ShardsMissing",
+        )
     return _assemble([os.path.join(folder, name) for name in files], {}, source, filters)
 
 

@@ -7,6 +7,7 @@ Each field is decided by the first of these that says something: the argument, t
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -291,6 +292,21 @@ def environment_variable(field_name: str) -> str:
     'WEIGHTLIFT_QUEUE_DEPTH'
     """
     return f"WEIGHTLIFT_{field_name.upper()}"
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables whose names are nearly those of a setting: (found, meant), in words.
+
+    >>> misspelt_variables({"WEIGHTLIFT_STRATEGI": "direct"})
+    ['WEIGHTLIFT_STRATEGI is not a setting; WEIGHTLIFT_STRATEGY is']
+    """
+    known = [environment_variable(name) for name in OPTIONS]
+    found = []
+    for variable in environment:
+        if variable.startswith("WEIGHTLIFT_") and variable not in known:
+            for near in difflib.get_close_matches(variable, known, n=1, cutoff=0.9):
+                found.append(f"{variable} is not a setting; {near} is")
+    return found
 
 
 def _from_environment(variable: str, option: Option, environment: Mapping[str, str]) -> object:

@@ -23,12 +23,28 @@ _OF_ONE_EXPERT = (".weight", ".weight_packed", ".weight_scale_inv", ".qweight", 
 
 
 def first_rule(filters: Iterable[Filter | None], name: str) -> str | None:
-    """The rule of the first filter that does not want the tensor; None: it is wanted."""
+    """The rule of the first filter that does not want the tensor; None: it is wanted.
+
+    Raises:
+        TypeError: a filter gives something else, as a predicate would.
+    """
     for unwanted in filters:
         rule = None if unwanted is None else unwanted(name)
-        if rule is not None:
+        if isinstance(rule, str):
             return rule
+        if rule is not None:
+            raise TypeError(
+                f"a filter gave {rule!r} for {name!r}; expected the rule by which the tensor is not wanted, in words, "
+                "or None where it is wanted"
+            )
     return None
+
+
+def checked(filters: object) -> Sequence[Filter | None]:
+    """What was passed as `filters`. Raises TypeError where it is no list of functions."""
+    if isinstance(filters, Sequence) and all(unwanted is None or callable(unwanted) for unwanted in filters):
+        return filters
+    raise TypeError(f"filters: expected a list of functions from a name to a rule or None, found {filters!r}")
 
 
 def local_experts(num_experts: int, *, ep_size: int, ep_rank: int, placement: Placement = "linear") -> set[int]:

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import importlib
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -84,7 +85,8 @@ class _Repository(Protocol):
 
 
 def _fetch(repository: _Repository, id: str, source: CheckpointSource, filters: Sequence[Filter | None]) -> str:
-    folder = f"{source.subfolder}/" if source.subfolder else ""
+    subfolder = posixpath.normpath(source.subfolder or ".")
+    folder = "" if subfolder == "." else f"{subfolder}/"
     names = [name[len(folder) :] for name in repository.list_files() if name.startswith(folder)]
     names = [name for name in names if "/." not in f"/{name}"]  # hidden ones are none here either
     if folder and not names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from ._logging import bad_setting, logger
 from .checkpoint import locate
-from .config import LoadConfig, ResolvedConfig
+from .config import LoadConfig, ResolvedConfig, misspelt_variables
 from .entries import CheckpointFiles
 from .memory import allocate_like
 from .program import Program
@@ -205,7 +206,7 @@ def open_files(
     program_of: Callable[[CheckpointFiles, ResolvedConfig], Program] = Program,
 ) -> Checkpoint:
     """`open_checkpoint` for those who have settled how to read, or bring a Program of their own."""
-    if problem := bad_setting():
+    for problem in filter(None, [bad_setting(), *misspelt_variables(os.environ)]):
         warnings.warn(problem, stacklevel=3)
     started = time.perf_counter()
     files = locate(path, filters=filters)

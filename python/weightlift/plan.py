@@ -609,7 +609,7 @@ def plan_checkpoint(
         _no_garbage_collection(),
         open_plan(path, filters=filters, config=config, explain=explain) as checkpoint,
     ):
-        require_names(explain, checkpoint)
+        require_names(explain, {**checkpoint.files.tensors, **checkpoint.files.skipped})
         program = checkpoint._program
         assert isinstance(program, PlanningProgram)
         state = record_slices(checkpoint, slices, program.reserved.empty)

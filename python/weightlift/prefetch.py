@@ -198,7 +198,7 @@ def read_into_cache(path: str, *, block_bytes: int, is_cancelled: Callable[[], b
         size = os.fstat(fd).st_size
         whole, rest = divmod(block_bytes, _PIECE_BYTES)
         with mmap.mmap(-1, _PIECE_BYTES) as memory, memoryview(memory) as buffer, buffer[:rest] as last:
-            pieces = [buffer] * whole + [last]
+            pieces = [buffer] * whole + [last] * bool(rest)  # 1024 at most, as the kernel takes
             for offset in range(0, size, block_bytes):
                 if is_cancelled():
                     return

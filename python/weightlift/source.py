@@ -61,6 +61,7 @@ _PATTERNS: dict[str, list[tuple[str, str]]] = {
 _PREFERRED_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What transformers looks for; a folder that has one does without Mistral's files.
 _HF_LAYOUT = frozenset({"model.safetensors.index.json", "model.safetensors"})
+_ONE_OF_MANY = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
 # What vLLM's sharded_state saves, of one rank.
 _OF_RANK = re.compile(r"model-(rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors")
 
@@ -114,6 +115,10 @@ class CheckpointSource:
         if isinstance(self.allow_patterns, str) or (self.allow_patterns is not None and not self.allow_patterns):
             raise ValueError(f"allow_patterns is {self.allow_patterns!r}; accepted is a list of patterns, or None")
         if self.subfolder is not None:
+            if not isinstance(self.path, (str, bytes, os.PathLike)):
+                raise ValueError(
+                    f"subfolder is {self.subfolder!r} and path is a list of files; put it into their paths"
+                )
             normal = posixpath.normpath(self.subfolder)
             if normal.startswith("/") or ".." in normal.split("/"):
                 raise ValueError(f"subfolder is {self.subfolder!r}; accepted is a relative path without '..'")
@@ -160,6 +165,21 @@ def choose_files(names: Iterable[str], source: CheckpointSource, *, where: str) 
             _check_one_rank(files, where)
             return Choice(None, files)
     return Choice(None, [])
+
+
+def missing_parts(names: Iterable[str]) -> list[str]:
+    """What names such as `model-00002-of-00003.safetensors` promise, and is not among them."""
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if match := _ONE_OF_MANY.fullmatch(name):
+            stem, number, count, suffix = match.groups()
+            numbers.setdefault((stem, count, suffix), set()).add(int(number))
+    absent = []
+    for (stem, count, suffix), present in numbers.items():
+        first = 0 if 0 in present else 1
+        for number in sorted(set(range(first, first + int(count))) - present):
+            absent.append(f"{stem}-{number:0{len(count)}}-of-{count}{suffix}")
+    return absent
 
 
 def nothing_found(names: Iterable[str], source: CheckpointSource, *, where: str) -> CheckpointNotFoundError:

@@ -18,6 +18,7 @@ from .filters import Filter
 from .loading import open_files, resolved_config
 from .memory import allocate
 from .progress import ProgressBar
+from .source import CheckpointSource
 from .torchao import Assembler
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def iter_weights(
     Raises:
         CheckpointError: as `open_checkpoint`, at once; CheckpointReadError while iterating, where storage fails.
         ImportError: the strategy is "torchao", which is not installed or too old.
-        ValueError: a device that holds no values; an unknown order; as `open_checkpoint`.
+        ValueError: a device that holds no values; an unknown order; "torchao" and a prefix; as `open_checkpoint`.
 
     Example:
         >>> for name, tensor in weightlift.iter_weights(folder):
@@ -75,6 +76,8 @@ def iter_weights(
     if order not in get_args(Order):
         raise ValueError(f"order is {order!r}; accepted is one of {', '.join(map(repr, get_args(Order)))}")
     resolved = resolved_config(config)
+    if resolved.strategy == "torchao":
+        _require_no_prefix(path)
     ahead_bytes = resolved.staging_bytes // 2
     resolved = dataclasses.replace(resolved, staging_bytes=resolved.staging_bytes - ahead_bytes)
     checkpoint = open_files(path, filters=filters, config=resolved, watch=False)
@@ -83,6 +86,15 @@ def iter_weights(
     if order == "module":
         entries = by_module(entries)
     return _stream(checkpoint, entries, target, assembler, ahead_bytes, progress)
+
+
+def _require_no_prefix(path: CheckpointPath) -> None:
+    for source in path if isinstance(path, Sequence) else (path,):
+        if isinstance(source, CheckpointSource) and source.prefix:
+            raise ValueError(
+                f"strategy is 'torchao' and prefix is {source.prefix!r}: they exclude each other, since the names in "
+                "torchao's metadata have none; leave it out, and put it before the names that come"
+            )
 
 
 def by_module(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

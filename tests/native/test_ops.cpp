@@ -391,7 +391,13 @@ TEST_CASE("each row of bytes goes through its part's table") {
     while (parts.empty() || parts.back().end_row < rows) {
       const int64_t first = parts.empty() ? 0 : parts.back().end_row;
       parts.push_back({uniform(random, first + 1, rows), {}});
-      std::ranges::generate(parts.back().table, [&] { return static_cast<uint8_t>(random()); });
+      ByteTable& table = parts.back().table;
+      if (i % 2 == 0) {
+        std::ranges::generate(table, [&] { return static_cast<uint8_t>(random()); });
+      } else {  // few bytes replaced, up to more than have a path of their own
+        std::iota(table.begin(), table.end(), uint8_t{0});
+        for (int64_t k = uniform(random, 0, 6); k > 0; --k) table[random() % 256] = static_cast<uint8_t>(random());
+      }
     }
     const Source source(random, rows, row_bytes);
     Memory expected;
@@ -407,6 +413,25 @@ TEST_CASE("each row of bytes goes through its part's table") {
       target.reset();
       run_in_parts(random, *make_byte_map(parts, row_bytes, target.output()), source);
       CHECK(target.rows() == expected);
+    }
+  }
+}
+
+TEST_CASE("e4m3fn bytes become e4m3fnuz bytes on every machine alike") {
+  Random random(5);
+  Memory bytes(4096);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i);
+  std::ranges::shuffle(bytes, random);
+  for (const bool keep_nan : {true, false}) {
+    for (const Simd simd : kAll) {
+      CAPTURE(static_cast<int>(simd));
+      const SimdLimit limit(simd);
+      Memory out(bytes.size());
+      run_op(*make_byte_map({{1, e4m3fn_to_e4m3fnuz_table(keep_nan)}}, 4096, {out.data(), 1, 4096, 4096}), bytes.data(),
+             4096, 1);
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        CHECK(out[i] == std::byte{e4m3fn_to_e4m3fnuz(static_cast<uint8_t>(bytes[i]), keep_nan)});
+      }
     }
   }
 }

@@ -13,7 +13,7 @@ from weightlift.cli import source
 from weightlift.cli.errors import CommandError
 from weightlift.config import parse_size
 from weightlift.model.parallel import ParallelConfig
-from weightlift.model.sharded_state import MAX_FILE_BYTES, save_sharded_state
+from weightlift.model.sharded_state import MAX_FILE_BYTES, require_unsaved, save_sharded_state
 from weightlift.model.skeleton import load_model
 from weightlift.report import format_bytes
 from weightlift.source import TORCH_SUFFIXES
@@ -51,7 +51,10 @@ def run(options: argparse.Namespace) -> int:
         )
     started = time.perf_counter()
     files: list[str] = []
-    for parallel in _ranks(options.tp_size, options.ep_size, options.pp_size):
+    ranks = list(_ranks(options.tp_size, options.ep_size, options.pp_size))
+    for parallel in ranks:
+        require_unsaved(options.out, parallel)
+    for parallel in ranks:
         model = load_model(checkpoint, parallel=parallel, progress=options.progress)
         files += save_sharded_state(model, options.out, parallel=parallel, max_file_bytes=options.max_file_bytes)
         del model  # before the next one is made

@@ -11,6 +11,7 @@ from typing import Any
 
 from weightlift.audit import Audit, audit
 from weightlift.cli import source
+from weightlift.cli.errors import CommandError
 from weightlift.errors import CheckpointError, CheckpointNotFoundError, printable
 from weightlift.manifest import ALGORITHMS, Manifest, compare, digest_files
 from weightlift.names import natural_key
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     manifest = None if options.manifest is None else Manifest.read(options.manifest)
+    if options.write_manifest is not None:
+        _require_no_other_file(options.write_manifest)
     result = audit(source.source_of(options))
     checksums = None
     with ProgressBar(enabled=options.progress, description="Checking files") as bar:
@@ -59,6 +62,18 @@ def run(options: argparse.Namespace) -> int:
     }
     print(json.dumps(document, indent=2) if options.json else _text(document, options))
     return 0 if document["ok"] else 1
+
+
+def _require_no_other_file(path: str) -> None:
+    """What is written over is a manifest, and no weights."""
+    if os.path.lexists(path):
+        try:
+            Manifest.read(path)
+        except CheckpointError as error:
+            raise CommandError(
+                f"{printable(path)}: it is there and is no manifest, so it is not written over; name another file",
+                exit_code=2,
+            ) from error
 
 
 def _names(result: Audit) -> list[str]:

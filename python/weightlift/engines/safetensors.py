@@ -79,7 +79,10 @@ class _OpenFile:
 
     def start_anew(self) -> None:
         """As if nothing had been read yet. Whoever calls it ends the old program, where that can be done."""
+        ended = getattr(self, "program", None)
         self.program = Program(self.files, self.config)
+        if ended is not None:  # what a strategy reads whole, it does not read again
+            self.program._read_ahead = ended._read_ahead
         self.program.start_recording(hold_seconds=0.0)
         # What is being read ahead: name -> the number by which the program waits for its run, and the tensor.
         self._ahead: dict[str, tuple[int, torch.Tensor]] = {}
@@ -181,8 +184,8 @@ _active: collections.OrderedDict[int, weakref.ref[_OpenFile]] = collections.Orde
 
 
 def _make_active(file: _OpenFile) -> None:
+    _active.pop(id(file), None)  # other threads may take it out, too
     _active[id(file)] = weakref.ref(file)
-    _active.move_to_end(id(file))
     while len(_active) > _MAX_ACTIVE:
         _, reference = _active.popitem(last=False)
         idle = reference()

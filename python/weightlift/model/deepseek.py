@@ -130,6 +130,7 @@ class SharedAndRoutedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str) -> None:
         super().__init__()
+        config.require("moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts", "topk_group")
         # In float32, as in training: small differences decide which experts a token goes to.
         self.gate = ReplicatedLinear(
             config.hidden_size,

@@ -125,10 +125,12 @@ class FusedMoE(torch.nn.Module):
             )
         if not 0 < top_k <= num_experts:
             raise ValueError(f"{label}: top_k is {top_k}; accepted is 1 to num_experts, {num_experts}")
-        if use_grouped_topk and (not num_expert_group or not topk_group or num_experts % num_expert_group):
+        if use_grouped_topk and (
+            not num_expert_group or not topk_group or num_experts % num_expert_group or topk_group > num_expert_group
+        ):
             raise ValueError(
                 f"{label}: num_expert_group is {num_expert_group}, topk_group {topk_group}; use_grouped_topk needs "
-                f"both, the former a divisor of num_experts, {num_experts}"
+                f"both, the former a divisor of num_experts, {num_experts}, the latter not larger"
             )
         self.ckpt_names = ckpt_names
         self.has_bias = has_bias

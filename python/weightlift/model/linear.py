@@ -99,7 +99,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
 def divide(numerator: int, denominator: int, what: str) -> int:
     """The quotient. Raises ValueError with `what` was to be divided where there is a remainder."""
     if numerator % denominator:
-        raise ValueError(f"{what}: {numerator} is not divisible by {denominator}")
+        raise ValueError(f"{what}: {numerator} is not divisible by {denominator}; choose another tp_size")
     return numerator // denominator
 
 

@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
     Args:
         config: of the model.
-        number: of the layer.
+        window: how many positions back it looks, its own included; None: all.
         qkv_bias, o_bias: whether these projections have a bias.
         qk_norm: whether queries and keys are normalised, head by head.
     """
@@ -49,7 +49,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        number: int,
+        window: int | None,
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         super().__init__()
         num_heads = config.num_attention_heads
         self.head_dim = head_dim(config)
-        self.window = sliding_window(config, number)
+        self.window = window
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             self.head_dim,
@@ -101,8 +101,6 @@ class MLP(nn.Module):
         self, config: ModelConfig, intermediate_size: int, *, bias: bool = False, parallel: ParallelConfig, prefix: str
     ) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
-            raise config.error(f"hidden_act is {config.hidden_act!r}; the models here have 'silu'")
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [intermediate_size] * 2,
@@ -198,7 +196,10 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str = "") -> None:
         super().__init__()
+        config.require("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         check_heads(config, parallel)
+        if config.hidden_act != "silu":
+            raise config.error(f"hidden_act is {config.hidden_act!r}; the models here have 'silu'")
         self.config = config
         self.quant_config = config.quant_config
         self.parallel = parallel
@@ -224,8 +225,10 @@ class LlamaForCausalLM(nn.Module):
                 self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
 
     def make_attention(self, number: int, prefix: str) -> nn.Module:
+        # Without layer_types a window is ignored, as in transformers and vLLM: the architecture has none.
+        window = sliding_window(self.config, number) if getattr(self.config, "layer_types", None) else None
         bias = getattr(self.config, "attention_bias", False)
-        return Attention(self.config, number, qkv_bias=bias, o_bias=bias, parallel=self.parallel, prefix=prefix)
+        return Attention(self.config, window, qkv_bias=bias, o_bias=bias, parallel=self.parallel, prefix=prefix)
 
     def make_mlp(self, number: int, prefix: str) -> nn.Module:
         return MLP(
@@ -254,19 +257,32 @@ class LlamaForCausalLM(nn.Module):
 
 class MistralForCausalLM(LlamaForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
-        return Attention(self.config, number, parallel=self.parallel, prefix=prefix)
+        return Attention(self.config, sliding_window(self.config, number), parallel=self.parallel, prefix=prefix)
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
-        return Attention(self.config, number, qkv_bias=True, parallel=self.parallel, prefix=prefix)
+        window = self.window_of(number)
+        return Attention(self.config, window, qkv_bias=True, parallel=self.parallel, prefix=prefix)
+
+    def window_of(self, number: int) -> int | None:
+        """The sliding window of a layer, which has to be switched on; None: it has none."""
+        if not getattr(self.config, "use_sliding_window", False):
+            return None
+        return sliding_window(self.config, number, first=self.first_with_window())
+
+    def first_with_window(self) -> int:
+        """The first layer that has a window, where the config does not say it layer by layer."""
+        stated: int | None = getattr(self.config, "max_window_layers", None)
+        return 28 if stated is None else stated
 
 
-class Qwen3ForCausalLM(LlamaForCausalLM):
+class Qwen3ForCausalLM(Qwen2ForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
         bias = getattr(self.config, "attention_bias", False)
+        window = self.window_of(number)
         return Attention(
-            self.config, number, qkv_bias=bias, o_bias=bias, qk_norm=True, parallel=self.parallel, prefix=prefix
+            self.config, window, qkv_bias=bias, o_bias=bias, qk_norm=True, parallel=self.parallel, prefix=prefix
         )
 
 
@@ -322,17 +338,24 @@ def heads_fit(num_heads: int, num_kv_heads: int, tp_size: int) -> bool:
     return num_heads % tp_size == 0 and (num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0)
 
 
-def sliding_window(config: ModelConfig, number: int) -> int | None:
-    """How many positions back a layer looks, its own included; None: all."""
+def sliding_window(config: ModelConfig, number: int, *, first: int = 0) -> int | None:
+    """How many positions back a layer looks, its own included; None: all.
+
+    Args:
+        first: the first layer with a window, where `layer_types` does not say which layers have one.
+
+    Raises:
+        ConfigError: `layer_types` is not one known type for each layer.
+    """
     window: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        return None
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) < config.num_hidden_layers:
-            raise config.error(f"layer_types is {kinds!r}; expected one for each of {config.num_hidden_layers} layers")
-        return window if kinds[number] == "sliding_attention" else None
-    return window if number >= getattr(config, "max_window_layers", 0) else None
+    if kinds is None:
+        return window if number >= first else None
+    if not isinstance(kinds, list) or len(kinds) < config.num_hidden_layers:
+        raise config.error(f"layer_types is {kinds!r}; expected one for each of {config.num_hidden_layers} layers")
+    if kinds[number] not in ("full_attention", "sliding_attention"):
+        raise config.error(f"layer_types has {kinds[number]!r}; known are full_attention and sliding_attention")
+    return window if kinds[number] == "sliding_attention" else None
 
 
 def attention_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:

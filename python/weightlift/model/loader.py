@@ -131,13 +131,15 @@ def plan_load(
     placement = Placement(model, targets, mapper)
     checkpoint = open_plan(path, filters=(*filters, placement.rule_of), config=config, explain=explain)
     try:
-        require_names(explain, {**targets, **checkpoint.files.tensors})
+        require_names(explain, {**targets, **checkpoint.files.tensors, **checkpoint.files.skipped})
         placement.settle(checkpoint, order)
         report = _load(model, targets, placement, checkpoint, path, strict=strict, progress=False)
         plan = plan_of(checkpoint, report)
     finally:
         checkpoint.close()
-    tensors = [*targets.values(), *(model.buffers() if isinstance(model, torch.nn.Module) else ())]
+    # Of tied parameters that the checkpoint has several times, each has memory of its own until they are compared.
+    placed = [step.route.target for step in placement.steps if step.route.target is not None]
+    tensors = [*targets.values(), *placed, *(model.buffers() if isinstance(model, torch.nn.Module) else ())]
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     for tensor in storages.values():
         num_bytes = tensor.untyped_storage().nbytes()

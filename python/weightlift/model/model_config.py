@@ -18,10 +18,12 @@ CONFIG_FILE = "config.json"
 
 # Sizes and counts. Whichever of them a config has is a positive integer, or null.
 _SIZES = (
+    "decoder_sparse_step",
     "hidden_size",
     "head_dim",
     "intermediate_size",
     "kv_lora_rank",
+    "max_position_embeddings",
     "moe_intermediate_size",
     "n_group",
     "n_routed_experts",
@@ -32,6 +34,7 @@ _SIZES = (
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "original_max_position_embeddings",
     "q_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
@@ -39,6 +42,8 @@ _SIZES = (
     "v_head_dim",
     "vocab_size",
 )
+# Of layers; they may be 0.
+_NUMBERS_OF_LAYERS = ("first_k_dense_replace", "max_window_layers", "num_nextn_predict_layers")
 
 
 class ConfigError(CheckpointError, AttributeError):
@@ -79,11 +84,21 @@ class ModelConfig:
             value = fields.get(name)
             if value is not None and (type(value) is not int or value < 1):
                 raise self.error(f"{name} is {value!r}; expected a positive integer")
+        for name in _NUMBERS_OF_LAYERS:
+            value = fields.get(name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise self.error(f"{name} is {value!r}; expected a number of layers")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise self.error(f"{name} is missing; the model's class needs it")
+
+    def require(self, *names: str) -> None:
+        """Raises ConfigError where a field is null, or missing."""
+        for name in names:
+            if getattr(self, name) is None:
+                raise self.error(f"{name} is null; the model's class needs it")
 
     def error(self, problem: str) -> ConfigError:
         """The error to raise for something in this config."""

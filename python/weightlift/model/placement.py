@@ -82,7 +82,7 @@ class Placement:
             # Unexpected biases are what tools for GPTQ write.
             ignored_suffixes=() if quantization is None else (".bias", *suffixes),
         )
-        self._ties = Ties(module)
+        self._ties = Ties(module, preferred=owners)
         self._spares: dict[str, _Spare] = {}  # by the alias
         self._routes: dict[str, tuple[list[tuple[Route, ShardId | None]], str | None]] = {}
         self.steps: list[Step] = []

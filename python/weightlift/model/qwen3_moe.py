@@ -11,10 +11,13 @@ from .mixtral import MixtureOfExperts
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    def first_with_window(self) -> int:
+        return 0
+
     def make_mlp(self, number: int, prefix: str) -> nn.Module:
         config = self.config
         step = getattr(config, "decoder_sparse_step", 1)
-        if number in getattr(config, "mlp_only_layers", ()) or (number + 1) % step:
+        if number in (getattr(config, "mlp_only_layers", None) or ()) or (number + 1) % step:
             return super().make_mlp(number, prefix)
         num_experts = getattr(config, "num_experts", None) or config.num_local_experts
         router = ReplicatedLinear(

@@ -20,12 +20,20 @@ def rope_parameters(config: ModelConfig) -> dict[str, Any]:
     stated = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(stated, dict):
         raise config.error(f"rope_parameters is {stated!r}; expected an object")
+    if any(isinstance(value, dict) for value in stated.values()):
+        raise config.error(f"rope_parameters is {stated!r}; the models here have the same for all layers")
     parameters = dict(stated)
     parameters.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
     parameters.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
     parameters.setdefault("rope_type", parameters.get("type", "default"))
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = parameters[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise config.error(f"{name} is {value!r}; expected a positive number")
     original = getattr(config, "original_max_position_embeddings", None)
-    parameters.setdefault("original_max_position_embeddings", original or config.max_position_embeddings)
+    if original:  # goes before what the object says, as in transformers and vLLM
+        parameters["original_max_position_embeddings"] = original
+    parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     return parameters
 
 
@@ -55,7 +63,7 @@ class RotaryEmbedding(nn.Module):
             "longrope": _longrope,
             "su": _longrope,  # its name in the first Phi-3
         }
-        if kind not in variants:
+        if not isinstance(kind, str) or kind not in variants:
             raise config.error(f"rope_type is {kind!r}; known are {', '.join(variants)}")
         self.original_length: int = parameters["original_max_position_embeddings"]
         powers = torch.arange(0, dim, 2, dtype=torch.float32) / dim

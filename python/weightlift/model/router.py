@@ -20,6 +20,8 @@ from .reconcile import size_mismatch, weight_loader
 _PLACEHOLDERS = {"PPMissingLayer", "StageMissingLayer"}
 # Finding the nearest of more names than this takes too long.
 _MAX_COMPARED = 1000
+# Tensors of quantised checkpoints, which a model that is not quantised has no place for: no misspelt names.
+_OF_QUANTISED = ("scale", "scales", "scale_inv", "scale_2", "zero_point", "qweight", "qzeros", "g_idx", "_packed")
 # Casts that keep every value.
 _WIDENING = {
     (narrow, wide)
@@ -213,10 +215,17 @@ class Router:
         """The component at which a name leads nowhere, and the one most like it that is there, if one is."""
         assert route.stuck is not None
         module, position = route.stuck
-        there = [*module._modules, *module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)]
-        part = ".".join(route.name.split(".")[position : position + 1])
-        found = difflib.get_close_matches(part, there, n=1) if len(there) <= _MAX_COMPARED else []
-        return (part, found[0]) if found else None
+        parameters = [name for name, parameter in module._parameters.items() if parameter is not None]
+        there = [*module._modules, *parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)]
+        parts = route.name.split(".")
+        part = ".".join(parts[position : position + 1])
+        if len(there) > _MAX_COMPARED or part.endswith(_OF_QUANTISED):
+            return None
+        for near in difflib.get_close_matches(part, there, n=1):
+            # Only if the whole name is right then.
+            if self.route(".".join([*parts[:position], near, *parts[position + 1 :]])).stuck is None:
+                return part, near
+        return None
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, below: str = "") -> Iterator[str]:
         """Loads tensors as they come, and gives the names of the parameters and buffers that were loaded."""
@@ -264,10 +273,16 @@ class Router:
         loader = weight_loader(target)
         shard_id = getattr(tensor, "shard_id", None)
         if loader is not None:
-            if shard_id is None:
-                loader(target, tensor)
-            else:
-                loader(target, tensor, shard_id)
+            try:
+                if shard_id is None:
+                    loader(target, tensor)
+                else:
+                    loader(target, tensor, shard_id)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # since Python 3.11
+                    part = "" if shard_id is None else f", shard id {shard_id!r}"
+                    error.add_note(f"while {name} {list(shape)} was loaded into {list(target.shape)}{part}")
+                raise
         elif shard_id is not None:
             raise CheckpointMismatchError(self._label, mismatched=[part_without_loader(name, shard_id)])
         elif target.shape != shape:
@@ -294,21 +309,28 @@ class Router:
 class Ties:
     """Parameters that are one object under several names, as they are tied now.
 
+    Args:
+        preferred: what names start with that come before others: those of modules that load themselves, where nothing
+            can be put in the place of a parameter.
+
     Attributes:
         first_names: for each further name of a parameter, the first that the module has for it.
         parameters: by the further names.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, preferred: tuple[str, ...] = ()) -> None:
         self._module = module
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.first_names: dict[str, str] = {}
-        named: dict[int, str] = {}
+        groups: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            first = named.setdefault(id(parameter), name)
-            if first != name:
-                self.first_names[name] = first
-                self.parameters[name] = parameter
+            groups.setdefault(id(parameter), []).append((name, parameter))
+        for group in groups.values():
+            first = next((name for name, _ in group if name.startswith(preferred)), group[0][0])
+            for name, parameter in group:
+                if name != first:
+                    self.first_names[name] = first
+                    self.parameters[name] = parameter
 
     def restore(self) -> None:
         """Ties again what came apart because a loader has put another parameter in the place of the first."""

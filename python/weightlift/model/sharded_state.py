@@ -25,6 +25,7 @@ from ..safetensors_file import FORMAT_NAMES
 from .formats import DefaultModelLoader
 from .loader import fast_load
 from .parallel import ParallelConfig
+from .router import Ties
 
 # What vLLM's example writes.
 MAX_FILE_BYTES = 5 << 30
@@ -53,6 +54,12 @@ class ShardedStateLoader(DefaultModelLoader):
                 )
 
     def load_weights(self, model: nn.Module) -> LoadReport:
+        # Of tied parameters one name is saved; where several are, they had values of their own.
+        ties = Ties(model)
+        first_saved: dict[str, str] = {}
+        for name in (*ties.first_names.values(), *ties.first_names):
+            if name in self.files.tensors and first_saved.setdefault(ties.first_names.get(name, name), name) != name:
+                ties.part(name, nn.Parameter(torch.empty_like(ties.parameters[name]), requires_grad=False))
         # Without keep_vars, tensors have no weight loaders.
         return fast_load(
             model.state_dict(), self.source, strict=self.strict, config=self.load_config, progress=self.progress
@@ -85,12 +92,9 @@ def save_sharded_state(
         ValueError: the rank has no name: tensor and expert parallelism are over different ranks.
     """
     folder = os.fspath(folder)
+    require_unsaved(folder, parallel)
     os.makedirs(folder, exist_ok=True)
     prefix = _prefix(parallel)
-    existing = glob.glob(os.path.join(glob.escape(folder), f"{prefix}-part-*.safetensors"))
-    if existing:
-        names = listed(os.path.basename(path) for path in existing)
-        raise FileExistsError(f"{folder} has slices of that rank: {names}; remove them, or save to another folder")
     parts: list[dict[str, torch.Tensor]] = [{}]
     part_bytes = 0
     for name, tensor in _without_aliases(model.state_dict()).items():
@@ -104,6 +108,14 @@ def save_sharded_state(
         paths.append(os.path.join(folder, f"{prefix}-part-{number}.safetensors"))
         _write(paths[-1], part, {"format": "pt", **_metadata(parallel)})
     return paths
+
+
+def require_unsaved(folder: str, parallel: ParallelConfig) -> None:
+    """Raises what `save_sharded_state` would raise because of these arguments."""
+    existing = glob.glob(os.path.join(glob.escape(folder), f"{_prefix(parallel)}-part-*.safetensors"))
+    if existing:
+        names = listed(os.path.basename(path) for path in existing)
+        raise FileExistsError(f"{folder} has slices of that rank: {names}; remove them, or save to another folder")
 
 
 def _prefix(parallel: ParallelConfig) -> str:

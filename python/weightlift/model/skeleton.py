@@ -96,7 +96,7 @@ def config_of(source: CheckpointSource) -> ModelConfig:
     """
     if not isinstance(source.path, (str, os.PathLike)):
         raise TypeError(f"expected the folder of a model, which has a config.json, found {type(source.path).__name__}")
-    config = read_config(os.path.join(source.path, source.subfolder or ""))
+    config = read_config(os.path.join(source.path, source.subfolder) if source.subfolder else source.path)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
