@@ -81,31 +81,87 @@ WEIGHTLIFT_ALWAYS_INLINE void quantize_block(const std::byte* __restrict src, st
 }
 
 #if WEIGHTLIFT_X86
-// What the compiler doesn't see is one instruction.
-WEIGHTLIFT_TARGET_AVX2 void widen_float16_avx2(const std::byte* src, int64_t count, std::byte* dst) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + 2 * i));
-    _mm256_storeu_ps(reinterpret_cast<float*>(dst + 4 * i), _mm256_cvtph_ps(halves));
-  }
-  for (; i < count; ++i) {
-    const uint32_t bits = Float16::to_float32(load<uint16_t>(src + 2 * i));
-    std::memcpy(dst + 4 * i, &bits, sizeof(bits));
+
+// The same by hand for AVX2, a third of the instructions of the compiler's: signs are put on bytes, not on words, and
+// NaN is looked for in 32 values at once.
+
+template <typename Source>
+WEIGHTLIFT_TARGET_AVX2 inline __m256 load8(const std::byte* src) {
+  if constexpr (std::is_same_v<Source, Float32>) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(src));
+  } else {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src));
+    if constexpr (std::is_same_v<Source, Float16>) return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
   }
 }
 
-// As above, of float16, for machines with AVX2.
-template <QuantizedType kType, Scaling kScaling>
-WEIGHTLIFT_ALWAYS_INLINE void quantize_float16_block(const std::byte* src, std::byte* dst, int64_t count, float factor,
-                                                     uint32_t limit_bits, uint8_t nan) {
-  constexpr int64_t kPiece = 512;
-  alignas(64) std::byte floats[4 * kPiece];
-  for (int64_t first = 0; first < count; first += kPiece) {
-    const int64_t piece = std::min(kPiece, count - first);
-    widen_float16_avx2(src + 2 * first, piece, floats);
-    quantize_block<Float32, kType, kScaling>(floats, dst + first, piece, factor, limit_bits, nan);
+WEIGHTLIFT_TARGET_AVX2 inline __m256i words8(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+
+WEIGHTLIFT_TARGET_AVX2 inline __m256i add_floats(__m256i a, __m256i b) {
+  return _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
+}
+
+// What quantized() makes of a magnitude: see there.
+template <QuantizedType kType>
+WEIGHTLIFT_TARGET_AVX2 inline __m256i quantized8(__m256i bits, __m256i limit) {
+  const __m256i magnitude = _mm256_min_epu32(_mm256_and_si256(bits, words8(0x7fffffff)), limit);
+  if constexpr (kType == QuantizedType::kInt8) {
+    return _mm256_and_si256(add_floats(magnitude, words8(internal::bits_from_float(12582912.0f))), words8(0xff));
+  } else {
+    constexpr uint32_t kBias = kType == QuantizedType::kE4M3FN ? internal::Fp8Traits<Fp8::kE4M3FN>::kBias
+                                                               : internal::Fp8Traits<Fp8::kE4M3FNUZ>::kBias;
+    constexpr uint32_t kSmallestNormal = (128 - kBias) << 23;
+    const __m256i power =
+        _mm256_and_si256(_mm256_max_epu32(magnitude, words8(kSmallestNormal)), words8(internal::kInfinityBits));
+    const __m256i rounder = _mm256_add_epi32(power, words8(20 << 23));
+    const __m256i places = _mm256_sub_epi32(add_floats(magnitude, rounder), rounder);
+    return _mm256_add_epi32(places, _mm256_sub_epi32(_mm256_srli_epi32(power, 20), words8(kSmallestNormal >> 20)));
   }
 }
+
+template <typename Source, QuantizedType kType, Scaling kScaling>
+WEIGHTLIFT_TARGET_AVX2 inline void quantize_block_avx2(const std::byte* src, std::byte* dst, int64_t count,
+                                                       float factor, uint32_t limit_bits, uint8_t nan) {
+  constexpr int64_t kItem = sizeof(typename Source::Word);
+  const __m256 factors = _mm256_set1_ps(factor);
+  const __m256i limit = words8(limit_bits);
+  const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    __m256 values[4];
+    __m256i bits[4];
+    __m256i numbers[4];
+    for (int k = 0; k < 4; ++k) {
+      const __m256 value = load8<Source>(src + (i + 8 * k) * kItem);
+      values[k] = kScaling == Scaling::kMultiply ? _mm256_mul_ps(value, factors) : _mm256_div_ps(value, factors);
+      bits[k] = _mm256_castps_si256(values[k]);
+      numbers[k] = quantized8<kType>(bits[k], limit);
+    }
+    const __m256 are_nan = _mm256_or_ps(_mm256_cmp_ps(values[0], values[1], _CMP_UNORD_Q),
+                                        _mm256_cmp_ps(values[2], values[3], _CMP_UNORD_Q));
+    if (_mm256_movemask_ps(are_nan) != 0) {
+      quantize_block<Source, kType, kScaling>(src + i * kItem, dst + i, 32, factor, limit_bits, nan);
+      continue;
+    }
+    // Packed with saturation, which keeps the signs.
+    const __m256i number =
+        _mm256_packus_epi16(_mm256_packus_epi32(numbers[0], numbers[1]), _mm256_packus_epi32(numbers[2], numbers[3]));
+    const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(bits[0], bits[1]), _mm256_packs_epi32(bits[2], bits[3]));
+    __m256i bytes;
+    if constexpr (kType == QuantizedType::kInt8) {
+      bytes = _mm256_sign_epi8(number, _mm256_or_si256(sign, _mm256_set1_epi8(1)));
+    } else {
+      bytes = _mm256_or_si256(number, _mm256_and_si256(sign, _mm256_set1_epi8(static_cast<char>(0x80))));
+      if constexpr (kType == QuantizedType::kE4M3FNUZ) {
+        bytes = _mm256_andnot_si256(_mm256_cmpeq_epi8(number, _mm256_setzero_si256()), bytes);
+      }
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + i), _mm256_permutevar8x32_epi32(bytes, in_order));
+  }
+  quantize_block<Source, kType, kScaling>(src + i * kItem, dst + i, count - i, factor, limit_bits, nan);
+}
+
 #endif  // WEIGHTLIFT_X86
 
 // Visits the blocks of a row: visit(index, first column, columns). Of the widths that formats use, the compiler knows.
@@ -131,21 +187,16 @@ WEIGHTLIFT_ALWAYS_INLINE void amax_body(const std::byte* src, int64_t columns, i
                  });
 }
 
-template <Simd kSimd, typename Source, QuantizedType kType, Scaling kScaling>
+template <typename Source, QuantizedType kType, Scaling kScaling>
 WEIGHTLIFT_ALWAYS_INLINE void quantize_body(const std::byte* src, std::byte* dst, int64_t columns,
                                             int64_t block_columns, const float* factors, const Encoding& encoding) {
   const uint32_t limit_bits = encoding.limit_bits;
   const uint8_t nan = encoding.nan;
-  for_each_block(
-      columns, block_columns, [&](int64_t block, int64_t column, int64_t count) __attribute__((always_inline)) {
-        const std::byte* from = src + column * int64_t{sizeof(typename Source::Word)};
-#if WEIGHTLIFT_X86
-        if constexpr (std::is_same_v<Source, Float16> && kSimd >= Simd::kAvx2) {
-          return quantize_float16_block<kType, kScaling>(from, dst + column, count, factors[block], limit_bits, nan);
-        }
-#endif
-        quantize_block<Source, kType, kScaling>(from, dst + column, count, factors[block], limit_bits, nan);
-      });
+  for_each_block(columns, block_columns,
+                 [&](int64_t block, int64_t column, int64_t count) __attribute__((always_inline)) {
+                   quantize_block<Source, kType, kScaling>(src + column * int64_t{sizeof(typename Source::Word)},
+                                                           dst + column, count, factors[block], limit_bits, nan);
+                 });
 }
 
 template <Simd kSimd>
@@ -157,7 +208,7 @@ struct Rows {
   template <typename Source, QuantizedType kType, Scaling kScaling>
   static void quantize(const std::byte* src, std::byte* dst, int64_t columns, int64_t block_columns,
                        const float* factors, const Encoding& encoding) {
-    quantize_body<kSimd, Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+    quantize_body<Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
   }
 };
 
@@ -171,7 +222,10 @@ struct Rows<Simd::kAvx2> {
   template <typename Source, QuantizedType kType, Scaling kScaling>
   WEIGHTLIFT_TARGET_AVX2 static void quantize(const std::byte* src, std::byte* dst, int64_t columns,
                                               int64_t block_columns, const float* factors, const Encoding& encoding) {
-    quantize_body<Simd::kAvx2, Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+    for_each_block(columns, block_columns, [&](int64_t block, int64_t column, int64_t count) WEIGHTLIFT_TARGET_AVX2 {
+      quantize_block_avx2<Source, kType, kScaling>(src + column * int64_t{sizeof(typename Source::Word)}, dst + column,
+                                                   count, factors[block], encoding.limit_bits, encoding.nan);
+    });
   }
 };
 
@@ -185,7 +239,7 @@ struct Rows<Simd::kAvx512> {
   template <typename Source, QuantizedType kType, Scaling kScaling>
   WEIGHTLIFT_TARGET_AVX512 static void quantize(const std::byte* src, std::byte* dst, int64_t columns,
                                                 int64_t block_columns, const float* factors, const Encoding& encoding) {
-    quantize_body<Simd::kAvx512, Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
+    quantize_body<Source, kType, kScaling>(src, dst, columns, block_columns, factors, encoding);
   }
 };
 #endif  // WEIGHTLIFT_X86

@@ -123,12 +123,32 @@ class MemoryLedger:
         staging: of the buffers that reads go through.
         transient: the largest tensor that is held besides, while it is copied or looked at, and the small ones that are
             kept to be looked at again.
+        largest: the largest of the parameters.
     """
 
     host_parameters: int = 0
     device_parameters: int = 0
     staging: int = 0
     transient: int = 0
+    largest: int = 0
+
+    def add(self, num_bytes: int, *, on_host: bool = True) -> None:
+        """Counts a parameter."""
+        if on_host:
+            self.host_parameters += num_bytes
+        else:
+            self.device_parameters += num_bytes
+        self.largest = max(self.largest, num_bytes)
+
+    def on_device(self) -> MemoryLedger:
+        """Of the same load into parameters on a GPU, where torch copies each out of host memory: so much of the largest
+        is held there meanwhile."""
+        return dataclasses.replace(
+            self,
+            host_parameters=0,
+            device_parameters=self.host_parameters + self.device_parameters,
+            transient=max(self.transient, self.largest),
+        )
 
     @property
     def host_peak(self) -> int:
@@ -196,11 +216,12 @@ class LoadPlan:
         """An estimate of the time that reading takes: at a bandwidth, each read costing as much as 32 KiB more."""
         return (self.report.bytes_read + self.report.num_reads * _READ_COST_BYTES) / bytes_per_second
 
-    def require_memory(self, available: int | None = None) -> None:
+    def require_memory(self, available: int | None = None, *, on_device: int | None = None) -> None:
         """Raises MemoryError where what would be loaded can't fit.
 
         Args:
             available: host memory that this rank may take; None: what this process may still take.
+            on_device: memory of its device; None: it is not looked at.
         """
         available = available_bytes() if available is None else available
         memory = self.memory
@@ -210,6 +231,11 @@ class LoadPlan:
                 f"({format_bytes(memory.host_parameters)} of parameters, {format_bytes(memory.staging)} of staging, "
                 f"{format_bytes(memory.transient)} besides), and {format_bytes(available)} are available; cut the "
                 "model among more ranks, lower staging_bytes, or free memory"
+            )
+        if on_device is not None and memory.device_parameters > on_device:
+            raise MemoryError(
+                f"the load takes {format_bytes(memory.device_parameters)} of device memory for parameters, and "
+                f"{format_bytes(on_device)} are available; cut the model among more ranks"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -613,7 +639,8 @@ def plan_checkpoint(
         program = checkpoint._program
         assert isinstance(program, PlanningProgram)
         state = record_slices(checkpoint, slices, program.reserved.empty)
-        program.memory.host_parameters = sum(tensor.nbytes for tensor in state.values())
+        for tensor in state.values():
+            program.memory.add(tensor.nbytes)
         checkpoint.run()
         return plan_of(checkpoint)
 

@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=_size, metavar="SIZE", help="that may be taken, as 80GiB (default: what is available here)"
     )
+    parser.add_argument(
+        "--device-memory",
+        type=_size,
+        metavar="SIZE",
+        help="plan for parameters on a GPU with so much memory, as 80GiB (default: for the CPU)",
+    )
     parser.add_argument("--strategy", choices=get_args(Strategy), help="how files are read (default: auto)")
 
 
@@ -72,6 +78,8 @@ def _size(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     plan = _plan(options)
+    if options.device_memory is not None:
+        plan.memory = plan.memory.on_device()
     bandwidth = options.bandwidth
     if options.measure:
         config = LoadConfig(strategy=options.strategy)
@@ -79,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = None if bandwidth is None else plan.seconds_at(bandwidth * 1e9)
     available = available_bytes() if options.memory is None else options.memory
     try:
-        plan.require_memory(available)
+        plan.require_memory(available, on_device=options.device_memory)
         problem = None
     except MemoryError as error:
         problem = str(error)

@@ -142,11 +142,7 @@ def plan_load(
     tensors = [*targets.values(), *placed, *(model.buffers() if isinstance(model, torch.nn.Module) else ())]
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     for tensor in storages.values():
-        num_bytes = tensor.untyped_storage().nbytes()
-        if tensor.device.type == "cpu":
-            plan.memory.host_parameters += num_bytes
-        else:
-            plan.memory.device_parameters += num_bytes
+        plan.memory.add(tensor.untyped_storage().nbytes(), on_host=tensor.device.type == "cpu")
     return plan
 
 
