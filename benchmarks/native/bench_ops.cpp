@@ -11,7 +11,6 @@
 #include <functional>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>

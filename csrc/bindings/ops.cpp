@@ -93,7 +93,7 @@ std::shared_ptr<Op> requantize(const std::string& format, const std::vector<std:
   for (const auto& [end_row, scale] : parts) {
     maps.push_back({end_row, requantize_table(to_fp8(format), scale, new_scale, limit, rounding)});
   }
-  return to_python(make_byte_map(std::move(maps), to.row_bytes, to));
+  return to_python(make_byte_map(maps, to.row_bytes, to));
 }
 
 }  // namespace

@@ -277,42 +277,43 @@ void load_block_n_major_sse2(const std::byte* src, int64_t src_stride, int64_t w
                                               out + 4 * column, out_stride);
 }
 
-// 8 rows of k and 32 columns at a time: bytes with the values of two k each, then four of these bytes to a word.
-void load_block_awq_4bit_sse2(const std::byte* src, int64_t src_stride, int64_t words_k, int64_t n, std::byte* out,
-                              int64_t out_stride) {
-  const __m128i low = _mm_set1_epi8(0x0f);
+// The words of four rows of bytes, byte i from row i; each lane for itself.
+WEIGHTLIFT_TARGET_AVX2 inline void words_of_bytes(__m256i (&rows)[4]) {
+  const __m256i ab_low = _mm256_unpacklo_epi8(rows[0], rows[1]);
+  const __m256i ab_high = _mm256_unpackhi_epi8(rows[0], rows[1]);
+  const __m256i cd_low = _mm256_unpacklo_epi8(rows[2], rows[3]);
+  const __m256i cd_high = _mm256_unpackhi_epi8(rows[2], rows[3]);
+  rows[0] = _mm256_unpacklo_epi16(ab_low, cd_low);
+  rows[1] = _mm256_unpackhi_epi16(ab_low, cd_low);
+  rows[2] = _mm256_unpacklo_epi16(ab_high, cd_high);
+  rows[3] = _mm256_unpackhi_epi16(ab_high, cd_high);
+}
+
+// 8 rows of k and 64 columns at a time, 32 in a lane: bytes with the values of two k each, then four of them to a word.
+WEIGHTLIFT_TARGET_AVX2 void load_block_awq_4bit_avx2(const std::byte* src, int64_t src_stride, int64_t words_k,
+                                                     int64_t n, std::byte* out, int64_t out_stride) {
   for (int64_t row = 0; row < words_k; ++row) {
     const std::byte* from = src + 8 * row * src_stride;
     std::byte* to = out + row * out_stride;
     int64_t column = 0;
-    for (; column + 32 <= n; column += 32) {
-      __m128i even[4];  // nibbles 0 2 4 6 of the words: columns 0 4 1 5 of each eight
-      __m128i odd[4];   // columns 2 6 3 7
+    for (; column + 64 <= n; column += 64) {
+      __m256i even[4];  // nibbles 0 2 4 6 of the words: columns 0 4 1 5 of each eight
+      __m256i odd[4];   // columns 2 6 3 7
       for (int i = 0; i < 4; ++i) {
-        const __m128i a = load4(from + 2 * i * src_stride + column / 2);
-        const __m128i b = load4(from + (2 * i + 1) * src_stride + column / 2);
-        even[i] = _mm_or_si128(_mm_and_si128(a, low), _mm_slli_epi16(_mm_and_si128(b, low), 4));
-        odd[i] = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(a, 4), low), _mm_andnot_si128(low, b));
+        const NibblePairs pairs = pair_nibbles(load8(from + 2 * i * src_stride + column / 2),
+                                               load8(from + (2 * i + 1) * src_stride + column / 2));
+        even[i] = pairs.even;
+        odd[i] = pairs.odd;
       }
-      const auto to_words = [](const __m128i(&bytes)[4], __m128i(&words)[4]) {
-        const __m128i ab_low = _mm_unpacklo_epi8(bytes[0], bytes[1]);
-        const __m128i ab_high = _mm_unpackhi_epi8(bytes[0], bytes[1]);
-        const __m128i cd_low = _mm_unpacklo_epi8(bytes[2], bytes[3]);
-        const __m128i cd_high = _mm_unpackhi_epi8(bytes[2], bytes[3]);
-        words[0] = _mm_unpacklo_epi16(ab_low, cd_low);
-        words[1] = _mm_unpackhi_epi16(ab_low, cd_low);
-        words[2] = _mm_unpacklo_epi16(ab_high, cd_high);
-        words[3] = _mm_unpackhi_epi16(ab_high, cd_high);
-      };
-      __m128i even_words[4];
-      __m128i odd_words[4];
-      to_words(even, even_words);
-      to_words(odd, odd_words);
+      words_of_bytes(even);
+      words_of_bytes(odd);
       for (int i = 0; i < 4; ++i) {
-        const __m128 e = _mm_castsi128_ps(even_words[i]);
-        const __m128 o = _mm_castsi128_ps(odd_words[i]);
-        store4(to + 4 * (column + 8 * i), _mm_castps_si128(_mm_shuffle_ps(e, o, _MM_SHUFFLE(2, 0, 2, 0))));
-        store4(to + 4 * (column + 8 * i) + 16, _mm_castps_si128(_mm_shuffle_ps(e, o, _MM_SHUFFLE(3, 1, 3, 1))));
+        const __m256 e = _mm256_castsi256_ps(even[i]);
+        const __m256 o = _mm256_castsi256_ps(odd[i]);
+        std::byte* place = to + 4 * (column + 8 * i);
+        store_lanes(place, place + 128, _mm256_castps_si256(_mm256_shuffle_ps(e, o, _MM_SHUFFLE(2, 0, 2, 0))));
+        store_lanes(place + 16, place + 16 + 128,
+                    _mm256_castps_si256(_mm256_shuffle_ps(e, o, _MM_SHUFFLE(3, 1, 3, 1))));
       }
     }
     load_block_scalar<4, PackedLayout::kAwq>(from + column / 2, src_stride, 1, n - column, to + 4 * column, out_stride);
@@ -353,7 +354,7 @@ LoadBlock load_block_for(PackedLayout layout, int num_bits) {
       return load_block_gptq;
     case PackedLayout::kAwq:
 #if WEIGHTLIFT_X86
-      if (simd() > Simd::kBaseline) return num_bits == 4 ? load_block_awq_4bit_sse2 : load_block_awq_8bit_sse2;
+      if (simd() > Simd::kBaseline) return num_bits == 4 ? load_block_awq_4bit_avx2 : load_block_awq_8bit_sse2;
 #endif
       return num_bits == 4 ? load_block_scalar<4, PackedLayout::kAwq> : load_block_scalar<8, PackedLayout::kAwq>;
     case PackedLayout::kNMajor:
@@ -478,30 +479,23 @@ WEIGHTLIFT_TARGET_AVX2 inline ByteRow load_row(const std::byte* strip, const int
   return {{pairs.even, pairs.odd}};
 }
 
-// Words of a byte from each of four rows: of the first m those with g 0..3, with g 4..7; then of the second one.
-struct Words {
-  __m256i words[4];
+// Words of a byte of each of the rows perm[k[0]] ... perm[k[3]], register by register: of the first m those with g
+// 0..3, those with g 4..7; then of the second m.
+struct RowWords {
+  __m256i registers[2][4];
 };
-WEIGHTLIFT_TARGET_AVX2 inline Words interleave(__m256i a, __m256i b, __m256i c, __m256i d) {
-  const __m256i ab_first = _mm256_unpacklo_epi8(a, b);
-  const __m256i ab_second = _mm256_unpackhi_epi8(a, b);
-  const __m256i cd_first = _mm256_unpacklo_epi8(c, d);
-  const __m256i cd_second = _mm256_unpackhi_epi8(c, d);
-  return {{_mm256_unpacklo_epi16(ab_first, cd_first), _mm256_unpackhi_epi16(ab_first, cd_first),
-           _mm256_unpacklo_epi16(ab_second, cd_second), _mm256_unpackhi_epi16(ab_second, cd_second)}};
-}
-
-// The words, register by register, of rows perm[k[0]] ... perm[k[3]] of bytes.
 template <int kBits>
-WEIGHTLIFT_TARGET_AVX2 inline void load_rows(const std::byte* strip, const int32_t* perm, const int (&k)[4],
-                                             int distance, Words (&out)[2]) {
-  const ByteRow a = load_row<kBits>(strip, perm + k[0], distance);
-  const ByteRow b = load_row<kBits>(strip, perm + k[1], distance);
-  const ByteRow c = load_row<kBits>(strip, perm + k[2], distance);
-  const ByteRow d = load_row<kBits>(strip, perm + k[3], distance);
-  for (int r = 0; r < 2; ++r) {
-    out[r] = interleave(a.registers[r], b.registers[r], c.registers[r], d.registers[r]);
+WEIGHTLIFT_TARGET_AVX2 inline RowWords load_words(const std::byte* strip, const int32_t* perm, const int (&k)[4],
+                                                  int distance) {
+  RowWords words;
+  for (int i = 0; i < 4; ++i) {
+    const ByteRow row = load_row<kBits>(strip, perm + k[i], distance);
+    words.registers[0][i] = row.registers[0];
+    words.registers[1][i] = row.registers[1];
   }
+  words_of_bytes(words.registers[0]);
+  words_of_bytes(words.registers[1]);
+  return words;
 }
 
 // Below, out[m][quad][...]: `to` is the place of (m, quad); m + 4, the upper lane, is half a tile further.
@@ -521,12 +515,11 @@ WEIGHTLIFT_TARGET_AVX2 void pack_strip_4bit_avx2(const std::byte* strip, const i
 
 WEIGHTLIFT_TARGET_AVX2 void pack_strip_8bit_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
   for (int quad = 0; quad < 4; ++quad) {
-    Words rows[2];
-    load_rows<8>(strip, perm + 2 * quad, {0, 8, 1, 9}, 0, rows);
+    const RowWords words = load_words<8>(strip, perm + 2 * quad, {0, 8, 1, 9}, 0);
     for (int r = 0; r < 2; ++r) {
       for (int i = 0; i < 4; ++i) {
         std::byte* to = out + 128 * (2 * r + i / 2) + 32 * quad + 16 * (i % 2);
-        store_lanes(to, to + 512, rows[r].words[i]);
+        store_lanes(to, to + 512, words.registers[r][i]);
       }
     }
   }
@@ -535,12 +528,11 @@ WEIGHTLIFT_TARGET_AVX2 void pack_strip_8bit_avx2(const std::byte* strip, const i
 // Two tiles, as in the next one: g 0..3 and 4..7.
 WEIGHTLIFT_TARGET_AVX2 void pack_strip_4bit_a8_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
   for (int quad = 0; quad < 4; ++quad) {
-    Words rows[2];
-    load_rows<4>(strip, perm + 4 * quad, {0, 1, 2, 3}, 16, rows);
+    const RowWords words = load_words<4>(strip, perm + 4 * quad, {0, 1, 2, 3}, 16);
     for (int r = 0; r < 2; ++r) {
       for (int i = 0; i < 4; ++i) {
         std::byte* to = out + 64 * (2 * r + i / 2) + 16 * quad + 512 * (i % 2);
-        store_lanes(to, to + 256, rows[r].words[i]);
+        store_lanes(to, to + 256, words.registers[r][i]);
       }
     }
   }
@@ -549,15 +541,13 @@ WEIGHTLIFT_TARGET_AVX2 void pack_strip_4bit_a8_avx2(const std::byte* strip, cons
 // Words of four k, and of those 16 further, in turn.
 WEIGHTLIFT_TARGET_AVX2 void pack_strip_8bit_a8_avx2(const std::byte* strip, const int32_t* perm, std::byte* out) {
   for (int quad = 0; quad < 4; ++quad) {
-    Words low[2];
-    Words high[2];
-    load_rows<8>(strip, perm + 4 * quad, {0, 1, 2, 3}, 0, low);
-    load_rows<8>(strip, perm + 4 * quad, {16, 17, 18, 19}, 0, high);
+    const RowWords low = load_words<8>(strip, perm + 4 * quad, {0, 1, 2, 3}, 0);
+    const RowWords high = load_words<8>(strip, perm + 4 * quad, {16, 17, 18, 19}, 0);
     for (int r = 0; r < 2; ++r) {
       for (int i = 0; i < 4; ++i) {
         std::byte* to = out + 128 * (2 * r + i / 2) + 32 * quad + 1024 * (i % 2);
-        store_lanes(to, to + 512, _mm256_unpacklo_epi32(low[r].words[i], high[r].words[i]));
-        store_lanes(to + 16, to + 16 + 512, _mm256_unpackhi_epi32(low[r].words[i], high[r].words[i]));
+        store_lanes(to, to + 512, _mm256_unpacklo_epi32(low.registers[r][i], high.registers[r][i]));
+        store_lanes(to + 16, to + 16 + 512, _mm256_unpackhi_epi32(low.registers[r][i], high.registers[r][i]));
       }
     }
   }
