@@ -1,4 +1,4 @@
-"""What a reference implementation makes of given tensors: cases of files that stand beside the test checkpoints.
+"""The golden data of layers: what their ranks have of given tensors.
 
 A file has cases of two kinds: parents, whose tensors `ckpt_*` are those of a checkpoint, and their children `.tpPrR`,
 whose tensors `expected_*` are what rank R of P has of them.
@@ -7,30 +7,26 @@ whose tensors `expected_*` are what rank R of P has of them.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-import safetensors
 import torch
-from conftest import CHECKPOINTS
+from golden_data import GOLDEN, NO_GOLDEN, golden_cases, golden_file
 
 import weightlift
 from weightlift.model import linear
 from weightlift.model.parallel import ParallelConfig
-
-FOLDER = CHECKPOINTS.parent / "golden"
 
 
 class Golden:
     """One of the files."""
 
     def __init__(self, topic: str) -> None:
-        self.path = FOLDER / f"{topic}.safetensors"
-        self._file = safetensors.safe_open(str(self.path), "pt")
+        self.path = GOLDEN / f"{topic}.safetensors"
+        self._file = golden_file(topic)
         self.names = set(self._file.keys())
-        self.cases: dict[str, dict[str, Any]] = json.loads(self._file.metadata()["cases"])
+        self.cases = golden_cases(topic)
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name)
@@ -50,8 +46,8 @@ golden = functools.cache(Golden)
 
 def parents(topic: str) -> list[Any]:
     """Names of the cases that others belong to, as parameters of a test; the test is skipped where there is no file."""
-    if not FOLDER.is_dir():
-        return [pytest.param("", marks=pytest.mark.skip(reason=f"no golden files at {FOLDER}"))]
+    if not GOLDEN.is_dir():
+        return [pytest.param("", marks=pytest.mark.skip(reason=NO_GOLDEN))]
     return [case for case in golden(topic).cases if "." not in case]
 
 

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from resources import loading_threads, resources
 from torch import Tensor, nn
 
 import weightlift
@@ -915,30 +916,14 @@ def test_progress_is_shown_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixtu
 # ---- threads
 
 
-def loading_threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:  # it has ended
-            continue
-    return [name for name in names if name.startswith("wl-")]
-
-
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """No thread, descriptor or mapping more than before, and little memory."""
 
-    def state() -> tuple[list[str], list[str], int]:
-        gc.collect()
-        fds = sorted(map(os.readlink, filter(os.path.islink, Path("/proc/self/fd").iterdir())))
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return loading_threads(), fds, sum("safetensors" in line or "io_uring" in line for line in maps)
-
-    threads, fds, mappings = state()
+    threads, fds, mappings = resources()
     memory = anonymous_bytes()
     yield
-    assert state() == (threads, fds, mappings)
+    assert resources() == (threads, fds, mappings)
     assert threads == []
     assert anonymous_bytes() - memory < 64 * MiB
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_ops import Case, cases
+from golden_data import Case, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

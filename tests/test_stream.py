@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from resources import loading_threads, resources
 from torch import Tensor
 
 import weightlift
@@ -273,29 +274,13 @@ def test_what_the_caller_lets_go_of_is_freed(large: Path) -> None:
 # ---- the end
 
 
-def threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:  # it has ended
-            continue
-    return [name for name in names if name.startswith("wl-")]
-
-
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """No thread, descriptor or mapping more than before."""
 
-    def state() -> tuple[list[str], list[str], int]:
-        gc.collect()
-        fds = sorted(map(os.readlink, filter(os.path.islink, Path("/proc/self/fd").iterdir())))
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return threads(), fds, sum("safetensors" in line or "io_uring" in line for line in maps)
-
-    before = state()
+    before = resources()
     yield
-    assert state() == before
+    assert resources() == before
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -304,16 +289,16 @@ def test_a_finished_stream_leaves_nothing_behind(large: Path, strategy: Any) -> 
     stream = iter_weights(large, config=LoadConfig(strategy=strategy))
     for _ in stream:
         pass
-    assert threads() == []
+    assert loading_threads() == []
 
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_closing_early_ends_reading(large: Path) -> None:
     stream = iter_weights(large, config=LoadConfig(staging_bytes=16 * MiB))
     next(stream)
-    assert threads()
+    assert loading_threads()
     stream.close()
-    assert threads() == []
+    assert loading_threads() == []
     with pytest.raises(StopIteration):
         next(stream)
 
@@ -326,7 +311,7 @@ def test_an_exception_of_the_consumer_ends_reading(large: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         consume()
-    assert threads() == []
+    assert loading_threads() == []
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -351,7 +336,7 @@ def test_a_file_cut_short_under_way_names_file_and_tensor(large: Path, tmp_path:
     assert caught.value.incomplete
     assert all(name.startswith("1.") for name in caught.value.incomplete)
     assert f"not loaded: {caught.value.incomplete[0]}" in str(caught.value)
-    assert threads() == []
+    assert loading_threads() == []
 
 
 def test_errors_of_files_and_settings_come_at_once(tmp_path: Path) -> None:

@@ -51,10 +51,6 @@ class VocabParallelEmbeddingShardIndices:
     def num_org_elements_padded(self) -> int:
         return self.padded_org_vocab_end_index - self.padded_org_vocab_start_index
 
-    @property
-    def num_added_elements_padded(self) -> int:
-        return self.padded_added_vocab_end_index - self.padded_added_vocab_start_index
-
 
 def pad_vocab_size(vocab_size: int, pad_to: int = DEFAULT_VOCAB_PADDING_SIZE) -> int:
     """The next multiple of `pad_to`."""

@@ -26,29 +26,34 @@ class Case:
     parameters: dict[str, Any]
 
     def __getitem__(self, suffix: str) -> Tensor:
-        return _file(self.topic).get_tensor(f"{self.name}.{suffix}")
+        return golden_file(self.topic).get_tensor(f"{self.name}.{suffix}")
 
     def __contains__(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in _names(self.topic)
 
 
 @functools.cache
-def _file(topic: str) -> Any:
+def golden_file(topic: str) -> Any:
     return safe_open(GOLDEN / f"{topic}.safetensors", framework="pt")
+
+
+def golden_cases(topic: str) -> dict[str, dict[str, Any]]:
+    """Case to parameters."""
+    cases: dict[str, dict[str, Any]] = json.loads(golden_file(topic).metadata()["cases"])
+    return cases
 
 
 @functools.cache
 def _names(topic: str) -> frozenset[str]:
-    return frozenset(_file(topic).keys())
+    return frozenset(golden_file(topic).keys())
 
 
 def cases(topic: str, **wanted: Any) -> list[Any]:
     """The cases of a topic that have these parameters, for a test's parametrize(); without the data, one to skip."""
     if not GOLDEN.is_dir():
         return [pytest.param(None, marks=pytest.mark.skip(reason=NO_GOLDEN))]
-    found = json.loads(_file(topic).metadata()["cases"])
     return [
         pytest.param(Case(topic, name, parameters), id=name)
-        for name, parameters in found.items()
+        for name, parameters in golden_cases(topic).items()
         if all(parameters.get(key) == value for key, value in wanted.items())
     ]
