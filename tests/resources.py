@@ -1,9 +1,10 @@
-"""What a load may not leave behind in this process."""
+"""What a load takes of this process, and what it may not leave behind."""
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 
@@ -24,3 +25,32 @@ def resources() -> tuple[list[str], list[str], int]:
     fds = sorted(map(os.readlink, filter(os.path.islink, Path("/proc/self/fd").iterdir())))
     maps = Path("/proc/self/maps").read_text().splitlines()
     return loading_threads(), fds, sum("safetensors" in line or "io_uring" in line for line in maps)
+
+
+class PeakMemory:
+    """The growth of this process's anonymous memory, looked at often from a thread."""
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self.first = self.peak = self._now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+    @property
+    def growth(self) -> int:
+        return self.peak - self.first

@@ -29,6 +29,32 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert equal.all(), f"{int((~equal).sum())} of {equal.numel()} bytes differ"
 
 
+def test_default_dtype_of_the_caller_changes_nothing() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = [ops.scaled_fp8_quant(weight), ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [ops.scaled_fp8_quant(weight), ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for pair in zip(found, expected, strict=True):
+        for one, other in zip(*pair, strict=True):
+            same(one, other)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.01]), None], ids=["given", "found"])
+@pytest.mark.parametrize("columns", [32, 64], ids=["rows apart", "contiguous"])
+def test_scaled_fp8_quant_writes_into_the_output(scale: Tensor | None, columns: int) -> None:
+    weight = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
+    memory = torch.zeros(8, 64, dtype=FN)
+    expected, expected_scale = ops.scaled_fp8_quant(weight, scale)
+    found, found_scale = ops.scaled_fp8_quant(weight, scale, output=memory[:, :columns])
+    assert found.data_ptr() == memory.data_ptr()
+    same(memory[:, :columns], expected)
+    same(found_scale, expected_scale)
+    assert not memory[:, columns:].float().any()
+
+
 # ---- Marlin: golden
 
 

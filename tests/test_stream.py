@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resources import loading_threads, resources
+from resources import PeakMemory, loading_threads, resources
 from torch import Tensor
 
 import weightlift
@@ -191,35 +191,6 @@ def test_a_default_device_of_the_caller_is_not_for_the_tensors(tmp_path: Path, s
 
 
 # ---- memory
-
-
-class PeakMemory:
-    """The growth of this process's anonymous memory, looked at often from a thread."""
-
-    def __enter__(self) -> PeakMemory:
-        gc.collect()
-        self.first = self.peak = self._now()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.001):
-            self.peak = max(self.peak, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-
-    @property
-    def growth(self) -> int:
-        return self.peak - self.first
 
 
 @pytest.fixture(scope="module")

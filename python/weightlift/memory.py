@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .config import MiB
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .report import format_bytes
-from .tensor import empty, strides_of
+from .tensor import contiguous_strides, empty, strides_of
 
 # Direct reads need file offset and address to agree modulo this; no device asks for more.
 _ALIGNMENT = 4096
@@ -64,18 +65,28 @@ def allocate(entry: TensorEntry) -> torch.Tensor:
     Raises:
         RuntimeError: torch has no memory for it.
     """
-    strides = strides_of(entry)
-    if entry.nbytes < _MIN_MAPPED_BYTES or entry.offset % entry.dtype.itemsize:
-        return empty(entry.shape, strides, entry.dtype)
+    return _allocate(entry.offset, entry.shape, strides_of(entry), entry.dtype, entry.nbytes)
+
+
+def allocate_for(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same for contiguous values that begin at an offset of a file. Freed, large ones go back to the system."""
+    return _allocate(offset, shape, contiguous_strides(shape), dtype, math.prod(shape) * dtype.itemsize)
+
+
+def _allocate(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+) -> torch.Tensor:
+    if num_bytes < _MIN_MAPPED_BYTES or offset % dtype.itemsize:
+        return empty(shape, strides, dtype)
     try:
-        mapping = mmap.mmap(-1, entry.nbytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # as many mappings as a process may have, or no memory
-        return empty(entry.shape, strides, entry.dtype)
+        return empty(shape, strides, dtype)
     start = _address_of(mapping)
     # Huge pages begin where the first whole page of the file goes.
     first_huge = -(-(start + _ALIGNMENT) // _HUGE_PAGE) * _HUGE_PAGE
-    memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, first_huge - -entry.offset % _ALIGNMENT - start)
-    return torch.frombuffer(memory, dtype=entry.dtype).as_strided(entry.shape, strides)
+    memory = (ctypes.c_uint8 * num_bytes).from_buffer(mapping, first_huge - -offset % _ALIGNMENT - start)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def _map_like(shard: Shard) -> tuple[mmap.mmap | None, int]:

@@ -446,6 +446,12 @@ class PlanningProgram(Program):
 
     # ---- what was planned
 
+    def plan_turns(self) -> None:
+        """Plans the turns that are to be taken."""
+        for turn in self.turns or ():
+            turn.start(self.reserved.allocate_for)
+            self.memory.transient = max(self.memory.transient, turn.source_bytes)
+
     def fill_report(self, report: LoadReport) -> None:
         report.num_tensors = len(self.used_tensors())
         report.num_dropped = self._num_dropped + self._ledger.num_dropped

@@ -25,6 +25,7 @@ from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
 from .storage import chunk_bytes_of, failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
+from .turns import Turn
 from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Program:
         # Called with the bytes that have landed, and those that are needed as far as known.
         self.on_progress: Callable[[int, int], None] | None = None
         self.tracks_coverage = False
+        # What is to be done when recording has ended, one after the other; None: there is nobody who will.
+        self.turns: list[Turn] | None = None
         self._file_of = {id(shard): index for index, shard in enumerate(files.shards)}
         self._ledger = _C.Ledger()
         self._pipeline: _C.Pipeline | None = None
@@ -258,6 +261,11 @@ class Program:
                 self._start_segment()
         self._last_file = source.file
 
+    def note_copy(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
+        """Takes `dst` for written, with what is made of `src` in a later turn."""
+        self._used.add(src._source.entry.name)
+        self.note_write(dst)
+
     # ---- looking at destinations before their turn
 
     @property
@@ -435,6 +443,11 @@ class Program:
             self._wait_up_to(started)
             self.wait_seconds += time.perf_counter() - begun
 
+    def landing(self) -> dict[int, int]:
+        """When copies that have been started will have landed: the number for `finish`, by the storage's `_cdata`."""
+        with self._lock:
+            return {key: segment for segment, memory in self._started_memory for key in memory}
+
     def _wait_up_to(self, last: int) -> None:
         for segment in list(self._labels):
             if segment <= last:
@@ -572,6 +585,7 @@ class Program:
                 self._read_ahead.close()
             self.closed = True
             self._small.clear()
+            self.turns = None
             self._failed = None  # its traceback holds the frames of the caller, and so the model
 
     def _end_pipeline(self) -> None:

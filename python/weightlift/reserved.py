@@ -76,7 +76,16 @@ class ReservedMemory:
             flat = torch.frombuffer(mapping, dtype=dtype, count=extent, offset=offset)
             return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
-    def _place(self, num_bytes: int) -> tuple[mmap.mmap, int]:
+    def allocate_for(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same for values that begin at an offset of a file, placed as `memory.allocate_for` would place it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with torch._C._DisableTorchDispatch():
+            if num_bytes == 0 or offset % dtype.itemsize:
+                return self.empty(shape, dtype=dtype)
+            mapping, start = self._place(num_bytes, offset % _PAGE)
+            return torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def _place(self, num_bytes: int, behind_page: int = _ALIGNMENT) -> tuple[mmap.mmap, int]:
         if self._mapping is None or self._next + num_bytes + 2 * _PAGE > len(self._mapping):
             size = max(_STEP_BYTES, num_bytes + 2 * _PAGE)
             try:
@@ -92,7 +101,7 @@ class ReservedMemory:
             self._spans.append((begin, begin + size))
         offset = -(-self._next // _ALIGNMENT) * _ALIGNMENT
         if num_bytes >= _LARGE_BYTES:
-            offset = -(-self._next // _PAGE) * _PAGE + _ALIGNMENT
+            offset = -(-self._next // _PAGE) * _PAGE + behind_page
         self._next = offset + num_bytes
         return self._mapping, offset
 

@@ -23,7 +23,17 @@ LinearOutput = torch.Tensor | tuple[torch.Tensor, torch.nn.Parameter | None]
 
 
 class QuantizeMethodBase(abc.ABC):
-    """How a layer's weights are stored and applied; what its kind of layer passes is said there."""
+    """How a layer's weights are stored and applied; what its kind of layer passes is said there.
+
+    Attributes:
+        supports_pre_processed_weights: whether `process_weights_after_loading` may be called with weights that it has
+            processed in another process; see `postprocess.is_weights_pre_processed`.
+        requires_device_loading: whether it needs the layer's parameters on the model's device, where the layer is
+            offloaded to the CPU.
+    """
+
+    supports_pre_processed_weights: bool = False
+    requires_device_loading: bool = True
 
     @abc.abstractmethod
     def create_weights(self, layer: torch.nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
@@ -34,7 +44,10 @@ class QuantizeMethodBase(abc.ABC):
         """The layer's output."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Called once, when all weights of the model are there. It may replace the parameters."""
+        """Called when all weights of the layer are there; those of others may be missing.
+
+        It may change the parameters, by `replace_parameter` where their geometry changes.
+        """
         return
 
 

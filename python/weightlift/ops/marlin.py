@@ -475,17 +475,17 @@ def swizzle_blockscale(scale: torch.Tensor) -> torch.Tensor:
 
 def _unpack_columns(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Words (G, N * num_bits / 32), lowest bits first, as int32 values (G, N)."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=packed.device)
-    values = (packed.unsqueeze(-1) >> shifts) & ((1 << num_bits) - 1)
-    return values.reshape(packed.shape[0], -1)
+    fields = [(packed >> shift) & ((1 << num_bits) - 1) for shift in range(0, 32, num_bits)]
+    return torch.stack(fields, dim=-1).flatten(1)
 
 
 def _pack_columns(values: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The other way round. The fields of a word don't overlap, so their sum is their union."""
+    """The other way round."""
     per_word = 32 // num_bits
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=values.device)
-    fields = values.to(torch.int32).reshape(values.shape[0], -1, per_word) << shifts
-    return fields.sum(-1, dtype=torch.int32)
+    words = values[:, ::per_word].to(torch.int32)
+    for i in range(1, per_word):
+        words = words | (values[:, i::per_word].to(torch.int32) << (i * num_bits))
+    return words
 
 
 def marlin_zero_points(

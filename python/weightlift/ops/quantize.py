@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..pending import run_op
+from ..pending import has_rows, run_op
 from ..tensor import CheckpointTensor
 from ._library import Compat, check_scales, compute, known, place_of, register, require, require_dtype
 from .fp8 import LIMITS
@@ -126,9 +126,19 @@ def _quantize_with_fake(input: torch.Tensor, scale: torch.Tensor, *fields: Any) 
     return input.new_empty(input.shape, dtype=_Scheme(*fields).dtype)
 
 
+def _quantize_into_cpu(input: torch.Tensor, scale: torch.Tensor, output: torch.Tensor, *fields: Any) -> None:
+    rows, columns = _matrix(input)
+    if input.numel():
+        run_op(_Scheme(*fields).op_with(input.dtype, rows, columns, scale.reshape(-1).tolist(), output), input)
+
+
+def _quantize_into_fake(input: torch.Tensor, scale: torch.Tensor, output: torch.Tensor, *fields: Any) -> None:
+    return
+
+
 def _amax_cpu(input: torch.Tensor) -> torch.Tensor:
     rows, columns = _matrix(input)
-    amax = torch.zeros(1)
+    amax = torch.zeros(1, dtype=torch.float32)
     if input.numel():
         op = _C.amax(src_type=str(input.dtype).removeprefix("torch."), rows=rows, columns=columns, amax=amax.data_ptr())
         run_op(op, input)
@@ -142,6 +152,11 @@ def _amax_fake(input: torch.Tensor) -> torch.Tensor:
 _quantize_op = register(f"quantize(Tensor input, {_SCHEME}) -> (Tensor, Tensor)", _quantize_cpu, _quantize_fake)
 _quantize_with_op = register(
     f"quantize_with(Tensor input, Tensor scale, {_SCHEME}) -> Tensor", _quantize_with_cpu, _quantize_with_fake
+)
+_quantize_into_op = register(
+    f"quantize_into(Tensor input, Tensor scale, Tensor(a!) output, {_SCHEME}) -> ()",
+    _quantize_into_cpu,
+    _quantize_into_fake,
 )
 _amax_op = register("amax(Tensor input) -> Tensor", _amax_cpu, _amax_fake)
 
@@ -171,9 +186,15 @@ def _quantize(
     return weight, input._with_op(bind_scales, scale_shape, scheme.scale_dtype)
 
 
-def _quantize_with(input: torch.Tensor, scale: torch.Tensor, scheme: _Scheme) -> torch.Tensor:
+def _quantize_with(
+    input: torch.Tensor, scale: torch.Tensor, scheme: _Scheme, output: torch.Tensor | None = None
+) -> torch.Tensor:
+    """With given scales; straight into `output`, where it can be written so: the result is that then."""
     scale = scale.float()
     if not isinstance(input, CheckpointTensor):
+        if output is not None and output.shape == input.shape and output.is_cpu and has_rows(output):
+            _quantize_into_op(input, scale, output, *_fields(scheme))
+            return output
         result: torch.Tensor = _quantize_with_op(input, scale, *_fields(scheme))
         return result
     values = known(scale)
@@ -253,13 +274,15 @@ def scaled_fp8_quant(
     _check_input(name, input, dtype)
     require(dtype in LIMITS, f"{name}: {dtype} is no FP8 type")
     require(output is None or num_token_padding is None, f"{name}: padding is not supported when output is given")
+    if output is not None:
+        require_dtype(f"{name}: output", output, dtype)
     rows, columns = input.shape
     keep_nan = compat is None
     if scale is not None:
         if keep_nan:
             check_scales(name, scale)
         block_rows, block_columns = _given_blocks(name, input, scale, group_shape)
-        q = _quantize_with(input, scale, _Scheme(dtype, block_rows, block_columns, keep_nan=keep_nan))
+        q = _quantize_with(input, scale, _Scheme(dtype, block_rows, block_columns, keep_nan=keep_nan), output)
     elif use_per_token_if_dynamic:
         bound = 0.0 if scale_ub is None else float(scale_ub)
         require(scale_ub is None or bound > 0, f"{name}: scale_ub must be above zero, found {bound}")
@@ -274,13 +297,12 @@ def scaled_fp8_quant(
             q, scale = _quantize(input, scheme, (1,))
         else:
             scale = shared_fp8_scale(input, dtype=dtype, group=group)
-            q = _quantize_with(input, scale, scheme)
+            q = _quantize_with(input, scale, scheme, output)
     if num_token_padding is not None and num_token_padding > rows:
         padded = torch.zeros((num_token_padding, columns), dtype=dtype, device=input.device)
         padded[:rows].copy_(q)
         q = padded
-    if output is not None:
-        require_dtype(f"{name}: output", output, dtype)
+    if output is not None and q is not output:
         q = output.copy_(q)
     return q, scale
 
