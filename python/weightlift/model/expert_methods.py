@@ -54,7 +54,9 @@ class FusedMoEMethodBase(QuantizeMethodBase):
         Each has `extra_weight_attrs` as attributes, and may have
 
         - `quant_method`, as a scale or zero point: see FusedMoeWeightScaleSupported;
-        - `is_transposed`: an expert is [in, out] in it, as GPTQ and AWQ pack it, and not [out, in].
+        - `is_transposed`: an expert is [in, out] in the checkpoint, as GPTQ and AWQ pack it, and not [out, in];
+        - `memory_layout`, a quantization.arrival.MemoryLayout, where it is not laid out as the checkpoint: that of one
+          projection of an expert, as this rank holds it. Gate and up projection lie one after the other.
 
         Args:
             layer: a FusedMoE.
@@ -84,7 +86,7 @@ class FusedMoEMethodBase(QuantizeMethodBase):
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
-    """Experts in floating point, one after the other."""
+    """Experts in floating point."""
 
     def create_weights(
         self,
@@ -103,30 +105,58 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         if layer.has_bias:
             shapes |= {"w13_bias": (num_experts, w13_size), "w2_bias": (num_experts, hidden_size)}
         for name, shape in shapes.items():
-            parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
-            parameter.__dict__.update(extra_weight_attrs)
-            layer.register_parameter(name, parameter)
+            add_parameter(layer, name, torch.empty(shape, dtype=params_dtype), **extra_weight_attrs)
 
     def apply(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        activate = ACTIVATIONS[layer.activation]
-        output = torch.zeros_like(x)
-        for position, expert in enumerate(layer.local_experts):
-            # Of an expert that is there several times, only the first copy, which has its number, is asked.
-            tokens, slots = torch.where(topk_ids == expert)
-            weights = topk_weights[tokens, slots, None].to(x.dtype)
-            inputs = x[tokens]
-            if layer.apply_router_weight_on_input:
-                inputs = inputs * weights
-            hidden = F.linear(inputs, layer.w13_weight[position], layer.w13_bias[position] if layer.has_bias else None)
-            # The bias is whole on every rank, and has to be in the sum once.
-            has_bias = layer.has_bias and layer.tp_rank == 0
-            outputs = F.linear(
-                activate(hidden), layer.w2_weight[position], layer.w2_bias[position] if has_bias else None
-            )
-            if not layer.apply_router_weight_on_input:
-                outputs = outputs * weights
-            output.index_add_(0, tokens, outputs)
-        return output
+        return apply_experts(
+            layer,
+            x,
+            topk_weights,
+            topk_ids,
+            lambda position: (layer.w13_weight[position], layer.w2_weight[position]),
+        )
+
+
+def apply_experts(
+    layer: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """`FusedMoEMethodBase.apply`, one expert after the other.
+
+    Args:
+        weights_of: the weights of the expert at a position of the parameters: `[w13_num_shards * intermediate, hidden]`
+            and `[hidden, intermediate]`.
+    """
+    activate = ACTIVATIONS[layer.activation]
+    output = torch.zeros_like(x)
+    for position, expert in enumerate(layer.local_experts):
+        # Of an expert that is there several times, only the first copy, which has its number, is asked.
+        tokens, slots = torch.where(topk_ids == expert)
+        if not len(tokens):
+            continue
+        w13, w2 = weights_of(position)
+        weights = topk_weights[tokens, slots, None].to(x.dtype)
+        inputs = x[tokens]
+        if layer.apply_router_weight_on_input:
+            inputs = inputs * weights
+        hidden = F.linear(inputs, w13, layer.w13_bias[position] if layer.has_bias else None)
+        # The bias is whole on every rank, and has to be in the sum once.
+        has_bias = layer.has_bias and layer.tp_rank == 0
+        outputs = F.linear(activate(hidden), w2, layer.w2_bias[position] if has_bias else None)
+        if not layer.apply_router_weight_on_input:
+            outputs = outputs * weights
+        output.index_add_(0, tokens, outputs)
+    return output
+
+
+def add_parameter(layer: torch.nn.Module, name: str, data: torch.Tensor, **attributes: Any) -> None:
+    """Gives a layer a parameter with attributes: see FusedMoEMethodBase.create_weights."""
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    parameter.__dict__.update(attributes)
+    layer.register_parameter(name, parameter)
 
 
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from .expert_placement import determine_expert_map, usable_placement
 from .expert_routing import Routing, route
 from .parallel import ParallelConfig
 from .parameter import UnfitWeightError, copy_weight, name_in_errors
+
+if TYPE_CHECKING:
+    from .quantization.arrival import MemoryLayout
 
 # Gate, down and up projection of an expert, as Mixtral has called them.
 _SHARD_IDS = ("w1", "w2", "w3")
@@ -234,7 +237,8 @@ class FusedMoE(torch.nn.Module):
             places, is_stacked = self._names.find(name)
             if not places:
                 self._refuse(name)
-            is_pair = len({place.shard_id for place in places}) > 1
+            # The shape of a packed weight is no part of it that could be halved.
+            is_pair = len({place.shard_id for place in places}) > 1 and not name.endswith("_shape")
             for target, expert_id, shard_id in places:
                 param = self._parameters.get(target)
                 if param is None:
@@ -319,25 +323,32 @@ class FusedMoE(torch.nn.Module):
                 )
         elif "weight" not in name:
             return False
-        if dim is not None and shard_id != "w2" and self.is_gated:
-            half = target.shape[dim] // 2
-            target = target.narrow(dim, half if shard_id == "w3" else 0, half)
-        whole = [self._size_in_checkpoint(size, is_cut=i == dim) for i, size in enumerate(target.shape)]
+        layout: MemoryLayout | None = getattr(param, "memory_layout", None)
+        shape = list(target.shape if layout is None else layout.source_shape)
+        if layout is None and dim is not None and shard_id != "w2" and self.is_gated:
+            shape[dim] //= 2
+        target = _projection(target, shape if layout is None else layout.shape, shard_id)
+        whole = [self._size_in_checkpoint(size, is_cut=i == dim) for i, size in enumerate(shape)]
         if is_scale and kind == _BLOCK:
             loaded = self._refined(loaded, whole)
-        elif is_scale and shard_id == "w2" and dim is not None and loaded.shape[dim:][:1] == target.shape[dim:][:1]:
+        elif is_scale and shard_id == "w2" and dim is not None and list(loaded.shape[dim:][:1]) == shape[dim:][:1]:
             # One for a whole row, or another reason for which the parameter has room for those of all ranks.
-            whole[dim], dim = target.shape[dim], None
+            whole[dim], dim = shape[dim], None
         if list(loaded.shape) != whole:
             raise UnfitWeightError(
                 f"{shard_id} of expert {expert}: Tried to load weights of size {loaded.shape} to a part of size "
-                f"{target.shape} of a parameter of size {param.shape}; expected size {torch.Size(whole)}"
+                f"{torch.Size(shape)} of a parameter of size {param.shape}; expected size {torch.Size(whole)}"
             )
         if dim is not None and self.tp_size > 1:
-            size = target.shape[dim] if self.tp_shard_with_padding else whole[dim] // self.tp_size
+            size = shape[dim] if self.tp_shard_with_padding else whole[dim] // self.tp_size
             start = min(self.tp_rank * size, whole[dim])
             loaded = loaded.narrow(dim, start, min(size, whole[dim] - start))
-        _copy_padded(target, loaded, padding=_ONE.get(target.dtype, 1) if "scale" in name else 0)
+        if layout is None or layout.shape == layout.source_shape:
+            target = _fill_behind(target, loaded.shape, _ONE.get(target.dtype, 1) if "scale" in name else 0)
+        if layout is None:
+            copy_weight(target, loaded)
+        else:
+            layout.place(target, loaded, [0] * loaded.dim())
         return True
 
     def _size_in_checkpoint(self, size: int, *, is_cut: bool) -> int:
@@ -368,7 +379,10 @@ class FusedMoE(torch.nn.Module):
             raise UnfitWeightError(f"Tried to load a scale of size {loaded.shape}; expected one number")
         target = param.data[position]
         is_shared = shard_id != "w2" and self.is_gated and target.numel() == 1
-        if target.dim():
+        layout: MemoryLayout | None = getattr(param, "memory_layout", None)
+        if layout is not None and layout.shape:  # one for each output
+            target = _projection(target, layout.shape, shard_id)
+        elif target.dim():
             target = target[-1 if shard_id == "w3" else 0]
         if is_shared:
             key, value = (name, position), float(loaded)
@@ -383,7 +397,10 @@ class FusedMoE(torch.nn.Module):
                     )
                 return
             self._half_of_pair[key] = shard_id, value
-        copy_weight(target, loaded.reshape(()))
+        if layout is None:
+            copy_weight(target, loaded.reshape(()))
+        else:
+            layout.place(target, loaded.reshape(tuple(layout.source_shape)), [0] * len(layout.source_shape))
 
     # ---- tensors of several experts, or of several projections
 
@@ -471,10 +488,18 @@ class FusedMoE(torch.nn.Module):
         return self.parallel.ep_all_reduce(output) if self.ep_size > 1 else self.parallel.tp_all_reduce(output)
 
 
-def _copy_padded(target: torch.Tensor, source: torch.Tensor, padding: float) -> None:
-    """Copies to the start of each dimension, and fills what is behind."""
-    for dim, size in enumerate(source.shape):
+def _projection(expert: torch.Tensor, shape: Sequence[int], shard_id: str) -> torch.Tensor:
+    """The part of an expert's memory in which a projection has that shape: of gate and up, one lies after the other."""
+    for dim, size in enumerate(shape):
+        if expert.shape[dim] != size:
+            return expert.narrow(dim, size if shard_id == "w3" else 0, size)
+    return expert
+
+
+def _fill_behind(target: torch.Tensor, shape: Sequence[int], padding: float) -> torch.Tensor:
+    """The start of each dimension, of that shape; what is behind is filled."""
+    for dim, size in enumerate(shape):
         if size < target.shape[dim]:
             target.narrow(dim, size, target.shape[dim] - size).fill_(padding)
             target = target.narrow(dim, 0, size)
-    copy_weight(target, source)
+    return target

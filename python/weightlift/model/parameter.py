@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,8 @@ from ..errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .quantization.arrival import MemoryLayout
 
 # The latter since torch 2.7.
 _EXPONENTS = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
@@ -49,6 +51,8 @@ class BasevLLMParameter(torch.nn.Parameter):
         data: its memory, of the size that this rank holds.
         weight_loader: its layer's, called as `weight_loader(parameter, loaded_weight)` or, for one part of a fused
             layer, `weight_loader(parameter, loaded_weight, shard_id)`.
+        memory_layout: how its memory is laid out, where that is not as on disk. The dimensions that the parameter is
+            cut along are those on disk.
 
     Attributes:
         output_dim, input_dim: along which dimension it is cut in layers that are cut along their outputs, or inputs;
@@ -61,8 +65,16 @@ class BasevLLMParameter(torch.nn.Parameter):
     def __new__(cls, data: torch.Tensor, **kwargs: Any) -> Self:
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, data: torch.Tensor, weight_loader: Callable[..., None]) -> None:
+    def __init__(
+        self, data: torch.Tensor, weight_loader: Callable[..., None], memory_layout: MemoryLayout | None = None
+    ) -> None:
         self.weight_loader = weight_loader
+        self.memory_layout = memory_layout
+
+    @property
+    def source_shape(self) -> torch.Size:
+        """The shape that this rank's part has on disk."""
+        return self.shape if self.memory_layout is None else torch.Size(self.memory_layout.source_shape)
 
     # torch's own would call the class with other arguments.
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -77,13 +89,14 @@ class BasevLLMParameter(torch.nn.Parameter):
         Raises:
             UnfitWeightError: it has another; a number without dimensions is one with size [1].
         """
-        if loaded_weight.dim() == 0 and self.dim() == 1:
+        shape = self.source_shape
+        if loaded_weight.dim() == 0 and len(shape) == 1:
             loaded_weight = loaded_weight.reshape(1)
-        if loaded_weight.shape != self.shape:
+        if loaded_weight.shape != shape:
             raise UnfitWeightError(
-                f"Tried to load weights of size {loaded_weight.shape} to a parameter of size {self.shape}"
+                f"Tried to load weights of size {loaded_weight.shape} to a parameter of size {shape}"
             )
-        copy_weight(self.data, loaded_weight)
+        self._place(loaded_weight, [0] * len(shape))
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor, cuts: Mapping[int, Cut]) -> None:
         """Loads one or more parts of a layer that is cut along its outputs.
@@ -116,23 +129,44 @@ class BasevLLMParameter(torch.nn.Parameter):
         """
         units = self.in_units(dim, cut)
         end = units.offset + units.size
-        expected = list(self.shape)
+        shape = self.source_shape
+        expected = list(shape)
         expected[dim] = units.total
-        if list(loaded_weight.shape) != expected or end > self.shape[dim]:
+        if list(loaded_weight.shape) != expected or end > shape[dim]:
             raise UnfitWeightError(
-                f"Tried to load weights of size {loaded_weight.shape} to a parameter of size {self.shape}, of which "
+                f"Tried to load weights of size {loaded_weight.shape} to a parameter of size {shape}, of which "
                 f"this rank takes [{units.start}:{units.start + units.size}] of {units.total} along dimension {dim} "
                 f"to [{units.offset}:{end}]; expected size {torch.Size(expected)}"
             )
-        copy_weight(self.data.narrow(dim, units.offset, units.size), loaded_weight.narrow(dim, units.start, units.size))
+        begin = [0] * len(shape)
+        begin[dim] = units.offset
+        self._place(loaded_weight.narrow(dim, units.start, units.size), begin)
         return end
+
+    def _place(self, part: torch.Tensor, begin: Sequence[int]) -> None:
+        """Puts a part of what this rank has on disk where it belongs. It begins there in `source_shape`."""
+        if self.memory_layout is not None:
+            self.memory_layout.place(self.data, part, begin)
+            return
+        target = self.data
+        for dim, (position, size) in enumerate(zip(begin, part.shape, strict=True)):
+            target = target.narrow(dim, position, size)
+        copy_weight(target, part)
+
+    def clear_from(self, dim: int, begin: int) -> None:
+        """Sets what is padding, from there on along a dimension of `source_shape`, to 0."""
+        size = self.source_shape[dim] - begin
+        if size and self.memory_layout is not None:
+            self.memory_layout.clear(self.data, dim, begin)
+        elif size:
+            self.data.narrow(dim, begin, size).zero_()
 
     def in_units(self, dim: int, cut: Cut) -> Cut:
         """The cut in elements of the parameter's dimension."""
         if dim != self.input_dim:
             return cut
         # Along the inputs, be these columns or groups, each rank has as many as this one.
-        size = self.shape[dim]
+        size = self.source_shape[dim]
         return Cut(cut.total // cut.size * size, cut.start // cut.size * size, size)
 
 
@@ -168,13 +202,14 @@ class PerTensorScaleParameter(BasevLLMParameter):
     """One scale for each part of a fused layer, `[parts]`; the same on every rank. A layer fused on disk has one."""
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor, cuts: Mapping[int, Cut]) -> None:
-        if loaded_weight.shape not in ((), (1,)) or self.dim() != 1 or max(cuts) >= len(self):
+        shape = self.source_shape
+        if loaded_weight.shape not in ((), (1,)) or len(shape) != 1 or max(cuts) >= shape[0]:
             raise UnfitWeightError(
                 f"Tried to load a scale of size {loaded_weight.shape} to element {', '.join(map(str, cuts))} of a "
-                f"parameter of size {self.shape}; expected one number for each part of the layer"
+                f"parameter of size {shape}; expected one number for each part of the layer"
             )
         for slot in cuts:
-            copy_weight(self.data[slot], loaded_weight.reshape(()))
+            self._place(loaded_weight.reshape(1), [slot])
 
 
 class BlockQuantScaleParameter(ColumnvLLMParameter, RowvLLMParameter):
@@ -234,10 +269,28 @@ class PackedvLLMParameter(_PackedParameter, ModelWeightParameter):
 
 
 def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)`; of uint8 and float8_e8m0fnu, two dtypes for bytes that are exponents, the bytes."""
+    """`target.copy_(source)`; of uint8 and float8_e8m0fnu, two dtypes for bytes that are exponents, the bytes.
+
+    Raises:
+        UnfitWeightError: the dtypes are of two kinds of quantisation: a number of one means nothing in the other.
+    """
     if target.dtype in _EXPONENTS and source.dtype in _EXPONENTS:
         source = source.view(target.dtype)
+    elif not _converts(source.dtype, target.dtype):
+        raise UnfitWeightError(
+            f"Tried to load weights of dtype {source.dtype} to a parameter of dtype {target.dtype}, in which their "
+            "numbers mean something else"
+        )
     target.copy_(source)
+
+
+def _converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether what is a number in one dtype is the same number in the other, but for rounding."""
+    if source == target:
+        return True
+    if not source.is_floating_point:  # zero points, sizes
+        return target in (torch.int32, torch.int64)
+    return target.is_floating_point and target.itemsize > 1
 
 
 @contextlib.contextmanager

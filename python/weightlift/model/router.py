@@ -27,7 +27,7 @@ _WIDENING = {
     (narrow, wide)
     for narrow in (torch.float16, torch.bfloat16, torch.float32)
     for wide in (torch.float32, torch.float64)
-}
+} | {(getattr(torch, "float8_e8m0fnu", torch.float16), torch.float32)}
 
 
 class AutoWeightsLoader:
@@ -268,7 +268,8 @@ class Router:
         on_disk = tensor if isinstance(tensor, CheckpointTensor) else None
         # Of those on disk without torch's properties, each of which is a call of __torch_function__.
         shape, dtype = (tensor.shape, tensor.dtype) if on_disk is None else (on_disk._shape, on_disk._dtype)
-        if target.dtype != dtype:
+        # A parameter of another layout is made of what is on disk, not cast.
+        if target.dtype != dtype and getattr(target, "memory_layout", None) is None:
             self._casts[dtype, target.dtype].append(name)
         loader = weight_loader(target)
         shard_id = getattr(tensor, "shard_id", None)

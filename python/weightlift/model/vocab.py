@@ -177,7 +177,7 @@ class VocabParallelEmbedding(torch.nn.Module):
             start = self.shard_indices.org_vocab_start_index if size else 0
             block = None if self.weight_block_size is None else self.weight_block_size[0]
             end = param.load_cut(loaded_weight, dim, Cut(self.org_vocab_size, start, size, block=block))
-            param.data.narrow(dim, end, param.shape[dim] - end).zero_()
+            param.clear_from(dim, end)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Token ids, integers `[...]`, to rows, `[..., embedding_dim]`."""
