@@ -9,7 +9,7 @@ BIN := .venv/bin
 NATIVE_SOURCES = $(shell find csrc tests/native benchmarks/native -name '*.h' -o -name '*.cpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-ops clean
+.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-ops paper clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ bench-ops: setup  ## Speed of each fused op beside memcpy (needs libbenchmark-de
 	@$(BIN)/cmake -S . -B build/bench_ops -G Ninja -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DWEIGHTLIFT_BUILD_BENCHMARKS=ON >/dev/null
 	@$(BIN)/ninja -C build/bench_ops --quiet bench_ops
 	build/bench_ops/benchmarks/native/bench_ops $(BENCH_ARGS)
+
+paper: setup  ## What loading the largest public models would take, planned on files without data (BENCH_ARGS="--models kimi-k2")
+	$(BIN)/python -m benchmarks.paper $(BENCH_ARGS)
 
 clean:  ## Remove what was built (not .venv, .venv-vllm)
 	rm -rf build dist

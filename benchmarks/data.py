@@ -16,7 +16,7 @@ from torch import Tensor
 BUILD = Path(__file__).resolve().parents[1] / "build" / "bench"
 GIB = 1 << 30
 
-_HIDDEN, _INTERMEDIATE = 2048, 5632
+_HIDDEN, _INTERMEDIATE, _VOCAB = 2048, 5632, 32000
 # Weights of one Llama layer of about 1 B parameters, bfloat16: 98 MiB.
 _LAYER = {
     "input_layernorm.weight": (_HIDDEN,),
@@ -47,6 +47,51 @@ def llama(gibibytes: int) -> Path:
         for name, shape in _LAYER.items():
             shards[-1][f"model.layers.{layer}.{name}"] = (shape, torch.bfloat16)
     return _written(f"llama-{gibibytes}GiB", shards)
+
+
+def llama_model(gibibytes: float, *, fp8: bool = False) -> Path:
+    """The same as a model that `load_model` builds, with its config, embedding and head.
+
+    With `fp8`, linear layers are in FP8, each with a scale.
+    """
+    num_layers = max(1, round(gibibytes * GIB / _LAYER_BYTES * (2 if fp8 else 1)))
+    shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [
+        {
+            "model.embed_tokens.weight": ((_VOCAB, _HIDDEN), torch.bfloat16),
+            "model.norm.weight": ((_HIDDEN,), torch.bfloat16),
+            "lm_head.weight": ((_VOCAB, _HIDDEN), torch.bfloat16),
+        }
+    ]
+    for layer in range(num_layers):
+        if layer % 5 == 0:
+            shards.append({})
+        for name, shape in _LAYER.items():
+            is_quantized = fp8 and len(shape) == 2
+            shards[-1][f"model.layers.{layer}.{name}"] = (
+                shape,
+                torch.float8_e4m3fn if is_quantized else torch.bfloat16,
+            )
+            if is_quantized:
+                shards[-1][f"model.layers.{layer}.{name}_scale"] = ((), torch.float32)
+    folder = _written(f"llama-model-{'fp8-' if fp8 else ''}{num_layers}-layers", shards)
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "vocab_size": _VOCAB,
+    }
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def small_pieces(num_tensors: int) -> Path:
@@ -111,4 +156,6 @@ def _random(shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]]) -> Ite
             words = torch.randint(-(1 << 15), 1 << 15, (num_words,), dtype=torch.int16, generator=generator)
             top_bits = 0x4040 if dtype.itemsize == 1 else 0x4000
             tensors[name] = (words & ~top_bits).view(dtype).view(shape)
+            if not shape:  # a scale
+                tensors[name] = torch.rand(shape, generator=generator) / 512 + 1 / 512
         yield tensors

@@ -17,18 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.data import BUILD, GIB
 from benchmarks.measure import in_child
-from weightlift.model.expert_methods import FusedMoEMethodBase
-from weightlift.model.experts import FusedMoE
 from weightlift.model.formats import mapper_of
-from weightlift.model.linear import LinearBase, QuantizeMethodBase
 from weightlift.model.loader import plan_load
 from weightlift.model.model_config import ModelConfig
 from weightlift.model.parallel import ParallelConfig
-from weightlift.model.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from weightlift.model.skeleton import make_shell
 from weightlift.reserved import ReservedMemory
 
@@ -50,6 +45,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 128,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 61,
+    "quantization_config": {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]},
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -59,7 +55,7 @@ CONFIG: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-BLOCK = (128, 128)
+BLOCK = (128, 128)  # as in quantization_config
 NUM_SHARDS = 163
 # Of safetensors, and bytes of an element.
 FP8, BF16, F32 = ("F8_E4M3", 1), ("BF16", 2), ("F32", 4)
@@ -97,7 +93,6 @@ def main() -> None:
 
 def measure(folder: Path, parallel: ParallelConfig) -> Result:
     config = ModelConfig(CONFIG)
-    config.quant_config = Fp8Blocks()
     started, cpu_started = time.perf_counter(), time.process_time()
     with ReservedMemory().factories():
         model = make_shell(config, parallel=parallel, dtype=torch.bfloat16, device="cpu")
@@ -199,65 +194,6 @@ def tensors_of_model() -> Iterator[Tensor]:
         yield f"{layer}.post_attention_layernorm.weight", BF16, (hidden,)
     yield "model.norm.weight", BF16, (hidden,)
     yield "lm_head.weight", BF16, (CONFIG["vocab_size"], hidden)
-
-
-# ---- the parameters of layers in FP8 with a scale for each block
-
-
-class Fp8Blocks:
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if isinstance(layer, FusedMoE):
-            return Fp8BlockExperts()
-        return Fp8BlockLinear() if isinstance(layer, LinearBase) else None
-
-
-class Fp8BlockLinear(QuantizeMethodBase):
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: Any,
-    ) -> None:
-        setattr(layer, "weight_block_size", BLOCK)  # noqa: B010  # for mypy, which knows tensors and modules alone
-        rows, columns = sum(output_partition_sizes), input_size_per_partition
-        weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]), dtype=torch.float32)
-        dims: dict[str, Any] = {"output_dim": 0, "input_dim": 1, "weight_loader": weight_loader}
-        layer.register_parameter("weight", ModelWeightParameter(data=weight, **dims))
-        layer.register_parameter("weight_scale_inv", BlockQuantScaleParameter(data=scale, **dims))
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise NotImplementedError("this model is planned, not run")
-
-
-class Fp8BlockExperts(FusedMoEMethodBase):
-    weight_block_size = BLOCK
-
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        hidden, size = hidden_size, intermediate_size_per_partition
-        for name, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
-            weight = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(num_experts, rows // BLOCK[0], columns // BLOCK[1], dtype=torch.float32)
-            for suffix, data, attrs in (("weight", weight, {}), ("weight_scale_inv", scale, {"quant_method": "block"})):
-                parameter = nn.Parameter(data, requires_grad=False)
-                parameter.__dict__.update(extra_weight_attrs, **attrs)
-                layer.register_parameter(f"{name}_{suffix}", parameter)
-
-    def apply(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("this model is planned, not run")
 
 
 if __name__ == "__main__":

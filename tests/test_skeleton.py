@@ -149,7 +149,7 @@ def test_processing_comes_after_loading_layers_before_attention_before_the_model
     calls: list[str] = []
 
     class Model(nn.Module):
-        def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str = "") -> None:
+        def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, quant_config: Any = None) -> None:
             super().__init__()
             self.attention = Attention()
             self.linear = weightlift.model.linear.ReplicatedLinear(2, 2, bias=False, prefix="linear")
@@ -274,7 +274,7 @@ def test_config_that_is_none_is_an_error_with_its_path(tmp_path: Path, text: str
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
         ({"layer_types": ["sliding_attention"]}, "expected one for each of 2 layers"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_parameters lack 'low_freq_factor'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "load no quantised weights .quant_method 'fp8'"),
+        ({"quantization_config": {"quant_method": "fp9"}}, "quant_method 'fp9' is not known; known are awq"),
     ],
 )
 def test_config_that_cannot_be_is_an_error_that_names_the_field(

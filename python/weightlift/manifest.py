@@ -10,7 +10,7 @@ import posixpath
 import re
 import reprlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,11 @@ class Manifest:
             raise _invalid(path, f'expected "files" by their paths, found {reprlib.repr(files)}')
         return cls(algorithm, {name: _parse_file(path, name, record, algorithm) for name, record in files.items()})
 
-    def write(self, path: str | os.PathLike[str]) -> None:
+    def write(self, path: str | os.PathLike[str], *, more: Mapping[str, Any] | None = None) -> None:
         """Writes the manifest, or leaves what is there.
+
+        Args:
+            more: further members of the JSON object, which `read` passes over.
 
         Raises:
             CheckpointReadError: the operating system refused.
@@ -89,6 +92,7 @@ class Manifest:
             "version": _VERSION,
             "algorithm": self.algorithm,
             "files": {name: asdict(record) for name, record in self.files.items()},
+            **(more or {}),
         }
         unfinished = f"{path}.{os.getpid()}.part"
         try:

@@ -13,16 +13,19 @@ from torch import Tensor
 
 import weightlift
 from weightlift.checkpoint import CheckpointSource, locate
-from weightlift.cli import parallel, source
+from weightlift.cli import parallel, quantization, source
 from weightlift.cli.errors import CommandError
 from weightlift.config import Backend, LoadConfig, Strategy
 from weightlift.entries import CheckpointFiles
 from weightlift.errors import listed
-from weightlift.model.formats import StreamModelLoader
+from weightlift.model.formats import DefaultModelLoader, StreamModelLoader
+from weightlift.model.model_config import dtype_of
+from weightlift.model.packed_image import PackedImage, PackedImageLoader
 from weightlift.model.parallel import ParallelConfig
+from weightlift.model.postprocess import PostProcessing
 from weightlift.model.router import Ties
-from weightlift.model.sharded_state import ShardedStateLoader
-from weightlift.model.skeleton import config_of, load_model, make_shell, process_weights_after_loading
+from weightlift.model.sharded_state import ShardedStateLoader, rank_prefix
+from weightlift.model.skeleton import config_of, load_model, make_shell
 from weightlift.names import natural_key
 from weightlift.report import LoadReport
 from weightlift.source import TORCH_SUFFIXES
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="read again through safetensors, or torch, and compare every byte"
     )
     parallel.add_arguments(parser)
+    quantization.add_arguments(parser)
     parser.add_argument("--device", default="cpu", help="where the tensors go (default: cpu)")
     parser.add_argument("--strategy", choices=get_args(Strategy), help="how files are read (default: auto)")
     parser.add_argument("--backend", choices=get_args(Backend), help="who reads (default: auto)")
@@ -54,10 +58,13 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise CommandError(str(error), exit_code=2) from error
     checkpoint = source.source_of(options)
-    rank = parallel.parallel_of(options)
-    is_cut = rank is not None and checkpoint.load_format == "sharded_state"
+    rank = quantization.rank_of(options)
+    layout = quantization.layout_of(options)
+    image = None if rank is None else PackedImage.find(checkpoint)
+    is_cut = rank is not None and (image is not None or checkpoint.load_format == "sharded_state")
     if rank is not None and is_cut:
-        files = ShardedStateLoader(checkpoint, config_of(checkpoint), parallel=rank).files
+        make_loader = ShardedStateLoader if image is None else PackedImageLoader
+        files = make_loader(checkpoint, config_of(checkpoint), parallel=rank).files
     else:
         files = locate(checkpoint)
     if options.verify and not all(_is_of_torch(shard.path) for shard in files.shards):
@@ -71,10 +78,12 @@ def run(options: argparse.Namespace) -> int:
         if options.verify:
             differences = _differences(state, _read_files(files))
     else:
-        model = load_model(checkpoint, parallel=rank, device=device, config=config, progress=options.progress)
+        model = load_model(checkpoint, parallel=rank, device=device, config=config, progress=options.progress, **layout)
         state, report = model.state_dict(), cast(LoadReport, model.load_report)
+        if image is not None:
+            state = image.states[rank_prefix(rank)].tensors(model)
         if options.verify:
-            expected = _read_files(files) if is_cut else _loaded_again(model, checkpoint, rank, files)
+            expected = _read_files(files) if is_cut else _loaded_again(model, checkpoint, rank, files, layout)
             differences = _differences(state, expected)
 
     if options.json:
@@ -139,22 +148,27 @@ def _read_files(files: CheckpointFiles) -> Iterator[tuple[str, Tensor]]:
 
 
 def _loaded_again(
-    model: torch.nn.Module, checkpoint: CheckpointSource, rank: ParallelConfig, files: CheckpointFiles
+    model: torch.nn.Module,
+    checkpoint: CheckpointSource,
+    rank: ParallelConfig,
+    files: CheckpointFiles,
+    layout: Mapping[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
     """What the same model gets by its own weight loaders from whole tensors that safetensors, or torch, reads."""
 
-    class Reader(StreamModelLoader):
+    class Reader(StreamModelLoader, DefaultModelLoader):
         def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
             return _read_files(files)
 
-    dtype = next(model.parameters()).dtype
     device = next(model.parameters()).device
     config = config_of(checkpoint)
+    loader = Reader(checkpoint, config, parallel=rank)
+    dtype = dtype_of(config) or loader.dtype_of_weights() or torch.get_default_dtype()
     if not Ties(model).first_names:  # a head that differs from the embedding was parted from it
         vars(config)["tie_word_embeddings"] = False
-    again = make_shell(config, parallel=rank, dtype=dtype, device=device)
-    Reader(checkpoint, config, parallel=rank).load_weights(again)
-    process_weights_after_loading(again, dtype)
+    again = make_shell(config, parallel=rank, dtype=dtype, device=device, **layout)
+    loader.load_weights(again)
+    PostProcessing(device=device).finish(again, dtype)
     yield from again.state_dict().items()
 
 

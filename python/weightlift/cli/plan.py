@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from weightlift.available_memory import available_bytes
 from weightlift.checkpoint import CheckpointSource
-from weightlift.cli import parallel, source
+from weightlift.cli import parallel, quantization, source
 from weightlift.cli.errors import CommandError
 from weightlift.config import LoadConfig, Strategy, parse_size
 from weightlift.errors import CheckpointError
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of these tensors, load one of SIZE equal parts along a dimension, as '*.up_proj.weight:0:3/8'",
     )
     parallel.add_arguments(parser)
+    quantization.add_arguments(parser)
     parser.add_argument(
         "--explain",
         action="append",
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> LoadPlan:
     config = LoadConfig(strategy=options.strategy)
-    rank = parallel.parallel_of(options)
+    rank = quantization.rank_of(options)
     if rank is not None and options.slice:
         raise CommandError("--slice and the sizes and ranks of a model exclude each other; leave one out", exit_code=2)
     checkpoint = source.source_of(options)
@@ -124,7 +125,8 @@ def _plan(options: argparse.Namespace) -> LoadPlan:
                 checkpoint, slices=[Slice.parse(text) for text in options.slice], explain=options.explain, config=config
             )
         _require_model(checkpoint)
-        return plan_model(checkpoint, parallel=rank, config=config, explain=options.explain)
+        layout = quantization.layout_of(options)
+        return plan_model(checkpoint, parallel=rank, config=config, explain=options.explain, **layout)
     except CheckpointError:
         raise
     except ValueError as error:

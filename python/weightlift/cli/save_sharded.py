@@ -5,27 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator
 
 from weightlift.cli import source
 from weightlift.cli.errors import CommandError
 from weightlift.config import parse_size
-from weightlift.model.parallel import ParallelConfig
-from weightlift.model.sharded_state import MAX_FILE_BYTES, require_unsaved, save_sharded_state
+from weightlift.model.sharded_state import MAX_FILE_BYTES, all_ranks, copy_others, require_unsaved, save_sharded_state
 from weightlift.model.skeleton import load_model
 from weightlift.report import format_bytes
-from weightlift.source import TORCH_SUFFIXES
 
 NAME = "save-sharded"
 HELP = "Load a model rank by rank and save what each holds, as files that load_format sharded_state reads."
 
-_NOT_COPIED = (".safetensors", ".index.json", ".unfinished", *TORCH_SUFFIXES)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to write to; with config.json and the like, as PATH has")
+    add_size_arguments(parser)
+    parser.add_argument("--progress", action="store_true", help="show a bar on stderr")
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say for how many ranks files are made, and how large these may be."""
     parser.add_argument("--tp-size", type=_size, default=1, help="ranks that share each layer (default: 1)")
     parser.add_argument("--ep-size", type=_size, default=1, help="ranks that share experts: 1, or those of --tp-size")
     parser.add_argument("--pp-size", type=_size, default=1, help="stages that share the layers (default: 1)")
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"of data in a file (default: {format_bytes(MAX_FILE_BYTES)})",
     )
-    parser.add_argument("--progress", action="store_true", help="show a bar on stderr")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,20 +44,17 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"{options.path}: expected the folder of a model, which has a config.json", exit_code=2)
     if os.path.realpath(options.out) == os.path.realpath(options.path):
         raise CommandError(f"{options.out} is the model's own folder; name another to write to", exit_code=2)
-    if options.ep_size not in (1, options.tp_size) and options.tp_size != 1:
-        raise CommandError(
-            f"--ep-size is {options.ep_size}; expected 1, or that of --tp-size, {options.tp_size}", exit_code=2
-        )
+    require_one_rank_of_experts(options)
     started = time.perf_counter()
     files: list[str] = []
-    ranks = list(_ranks(options.tp_size, options.ep_size, options.pp_size))
+    ranks = list(all_ranks(options.tp_size, options.ep_size, options.pp_size))
     for parallel in ranks:
         require_unsaved(options.out, parallel)
     for parallel in ranks:
         model = load_model(checkpoint, parallel=parallel, progress=options.progress)
         files += save_sharded_state(model, options.out, parallel=parallel, max_file_bytes=options.max_file_bytes)
         del model  # before the next one is made
-    copied = _copy_others(os.path.join(options.path, options.subfolder or ""), options.out)
+    copied = copy_others(os.path.join(options.path, options.subfolder or ""), options.out)
     document = {
         "path": options.path,
         "out": options.out,
@@ -77,6 +73,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def require_one_rank_of_experts(options: argparse.Namespace) -> None:
+    """Raises CommandError where files could not be told apart by one number."""
+    if options.ep_size not in (1, options.tp_size) and options.tp_size != 1:
+        raise CommandError(
+            f"--ep-size is {options.ep_size}; expected 1, or that of --tp-size, {options.tp_size}", exit_code=2
+        )
+
+
 def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, found {text!r}")
@@ -88,29 +92,3 @@ def _bytes(text: str) -> int:
         return parse_size(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number of bytes, KiB, MiB or GiB, found {text!r}") from None
-
-
-def _ranks(tp_size: int, ep_size: int, pp_size: int) -> Iterator[ParallelConfig]:
-    """All ranks; those that share experts are those that share layers, as in vLLM."""
-    for stage in range(pp_size):
-        for rank in range(max(tp_size, ep_size)):
-            yield ParallelConfig(
-                tp_rank=rank % tp_size,
-                tp_size=tp_size,
-                ep_rank=rank % ep_size,
-                ep_size=ep_size,
-                pp_rank=stage,
-                pp_size=pp_size,
-            )
-
-
-def _copy_others(folder: str, out: str) -> list[str]:
-    """Copies what is no weights: the config, the tokenizer. Gives their names."""
-    names = sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_file() and not entry.name.startswith(".") and not entry.name.lower().endswith(_NOT_COPIED)
-    )
-    for name in names:
-        shutil.copyfile(os.path.join(folder, name), os.path.join(out, name))
-    return names

@@ -10,10 +10,12 @@ from collections import Counter
 from typing import Any
 
 from weightlift.audit import Audit, audit
+from weightlift.checkpoint import CheckpointSource
 from weightlift.cli import source
 from weightlift.cli.errors import CommandError
 from weightlift.errors import CheckpointError, CheckpointNotFoundError, printable
 from weightlift.manifest import ALGORITHMS, Manifest, compare, digest_files
+from weightlift.model.packed_image import IMAGE_FILE, PackedImage
 from weightlift.names import natural_key
 from weightlift.progress import ProgressBar
 from weightlift.report import format_bytes
@@ -37,10 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    checkpoint = source.source_of(options)
+    image = PackedImage.find(checkpoint)
+    if image is not None and options.manifest is None and options.write_manifest is None:
+        options.manifest = os.path.join(image.folder, IMAGE_FILE)
     manifest = None if options.manifest is None else Manifest.read(options.manifest)
     if options.write_manifest is not None:
         _require_no_other_file(options.write_manifest)
-    result = audit(source.source_of(options))
+    result = audit(checkpoint) if image is None else _audit_image(image)
     checksums = None
     with ProgressBar(enabled=options.progress, description="Checking files") as bar:
         if manifest is not None:
@@ -62,6 +68,22 @@ def run(options: argparse.Namespace) -> int:
     }
     print(json.dumps(document, indent=2) if options.json else _text(document, options))
     return 0 if document["ok"] else 1
+
+
+def _audit_image(image: PackedImage) -> Audit:
+    """The files of all ranks, each rank's audited alone: they have parts of the same tensors."""
+    result = Audit(image.folder)
+    for prefix in image.states:
+        pattern = f"{prefix}-part-*.safetensors"
+        try:
+            rank = audit(CheckpointSource(image.folder, load_format="sharded_state", allow_patterns=[pattern]))
+        except CheckpointNotFoundError:
+            continue  # the manifest says what is missing
+        result.shards += rank.shards
+        result.tensors |= {f"{prefix}: {name}": entry for name, entry in rank.tensors.items()}
+        result.problems += rank.problems
+        result.warnings += rank.warnings
+    return result
 
 
 def _require_no_other_file(path: str) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .linear import QKVParallelLinear as QKVParallelLinear
     from .linear import ReplicatedLinear as ReplicatedLinear
     from .linear import RowParallelLinear as RowParallelLinear
+    from .packing import pack_model as pack_model
     from .parallel import ParallelConfig as ParallelConfig
+    from .postprocess import PostProcessing as PostProcessing
     from .registry import register_model as register_model
     from .skeleton import load_model as load_model
     from .vocab import ParallelLMHead as ParallelLMHead
@@ -28,11 +30,13 @@ _HOMES = {
     "MergedColumnParallelLinear": "linear",
     "ParallelConfig": "parallel",
     "ParallelLMHead": "vocab",
+    "PostProcessing": "postprocess",
     "QKVParallelLinear": "linear",
     "ReplicatedLinear": "linear",
     "RowParallelLinear": "linear",
     "VocabParallelEmbedding": "vocab",
     "load_model": "skeleton",
+    "pack_model": "packing",
     "register_loader": "formats",
     "register_model": "registry",
 }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .experts import FusedMoE
-from .linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, QuantizationConfig, ReplicatedLinear, RowParallelLinear
 from .llama import MLP, CosSin, LlamaForCausalLM, RMSNorm, attention_mask
 from .mapping import WeightsMapper
 from .model_config import ModelConfig
 from .parallel import ParallelConfig
+from .quantization.kv_cache import KVCacheScales
 from .rotary import attention_sharpness, rotate
 
 
@@ -22,7 +25,14 @@ class LatentAttention(nn.Module):
     the latent itself. Each rank has some of the heads, and the projections to the latents whole.
     """
 
-    def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         bias = getattr(config, "attention_bias", False)
         num_heads = config.num_attention_heads
@@ -40,7 +50,7 @@ class LatentAttention(nn.Module):
                 hidden_size,
                 num_heads * q_dim,
                 bias=False,
-                quant_config=config.quant_config,
+                quant_config=quant_config,
                 prefix=f"{prefix}.q_proj",
                 parallel=parallel,
             )
@@ -49,7 +59,7 @@ class LatentAttention(nn.Module):
                 hidden_size,
                 q_rank,
                 bias=bias,
-                quant_config=config.quant_config,
+                quant_config=quant_config,
                 prefix=f"{prefix}.q_a_proj",
                 parallel=parallel,
             )
@@ -58,16 +68,17 @@ class LatentAttention(nn.Module):
                 q_rank,
                 num_heads * q_dim,
                 bias=False,
-                quant_config=config.quant_config,
+                quant_config=quant_config,
                 prefix=f"{prefix}.q_b_proj",
                 parallel=parallel,
             )
         self.has_q_latent = q_rank is not None
+        self.attn = KVCacheScales(quant_config, f"{prefix}.attn")
         self.kv_a_proj_with_mqa = ReplicatedLinear(
             hidden_size,
             self.latent_dim + self.rope_dim,
             bias=bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.kv_a_proj_with_mqa",
             parallel=parallel,
         )
@@ -76,7 +87,7 @@ class LatentAttention(nn.Module):
             self.latent_dim,
             num_heads * (self.nope_dim + self.v_dim),
             bias=False,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.kv_b_proj",
             parallel=parallel,
         )
@@ -84,7 +95,7 @@ class LatentAttention(nn.Module):
             num_heads * self.v_dim,
             hidden_size,
             bias=bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
             parallel=parallel,
         )
@@ -94,7 +105,10 @@ class LatentAttention(nn.Module):
 
         Called when the weights of all linear layers are final.
         """
-        weight = self.kv_b_proj.get_parameter("weight").detach().to(dtype)
+        method: Any = self.kv_b_proj.quant_method
+        is_quantized = hasattr(method, "dequantize")
+        weight = method.dequantize(self.kv_b_proj) if is_quantized else self.kv_b_proj.get_parameter("weight").detach()
+        weight = weight.to(dtype)
         matrices = weight.view(self.num_heads, self.nope_dim + self.v_dim, self.latent_dim)
         self.to_key, self.to_value = matrices[:, : self.nope_dim], matrices[:, self.nope_dim :]
 
@@ -128,7 +142,14 @@ class LatentAttention(nn.Module):
 class SharedAndRoutedExperts(nn.Module):
     """Experts that a router chooses, and one that every token passes."""
 
-    def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         config.require("moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts", "topk_group")
         # In float32, as in training: small differences decide which experts a token goes to.
@@ -154,7 +175,7 @@ class SharedAndRoutedExperts(nn.Module):
             scoring_func="sigmoid",
             routed_scaling_factor=config.routed_scaling_factor,
             e_score_correction_bias=self.gate.e_score_correction_bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.experts",
             parallel=parallel,
         )
@@ -162,6 +183,7 @@ class SharedAndRoutedExperts(nn.Module):
             config,
             config.moe_intermediate_size * config.n_shared_experts,
             parallel=parallel,
+            quant_config=quant_config,
             prefix=f"{prefix}.shared_experts",
         )
 
@@ -174,8 +196,15 @@ class SharedAndRoutedExperts(nn.Module):
 
 
 class DeepseekV3ForCausalLM(LlamaForCausalLM):
-    def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str = "") -> None:
-        super().__init__(config, parallel=parallel, prefix=prefix)
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(config, parallel=parallel, quant_config=quant_config, prefix=prefix)
         # Layers behind the last one are those of the draft model, which predicts several tokens ahead.
         num_drafts = getattr(config, "num_nextn_predict_layers", None) or 0
         drafts = range(config.num_hidden_layers, config.num_hidden_layers + num_drafts)
@@ -189,9 +218,11 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
         )
 
     def make_attention(self, number: int, prefix: str) -> nn.Module:
-        return LatentAttention(self.config, parallel=self.parallel, prefix=prefix)
+        return LatentAttention(self.config, parallel=self.parallel, quant_config=self.quant_config, prefix=prefix)
 
     def make_mlp(self, number: int, prefix: str) -> nn.Module:
         if number < self.config.first_k_dense_replace:
             return super().make_mlp(number, prefix)
-        return SharedAndRoutedExperts(self.config, parallel=self.parallel, prefix=prefix)
+        return SharedAndRoutedExperts(
+            self.config, parallel=self.parallel, quant_config=self.quant_config, prefix=prefix
+        )

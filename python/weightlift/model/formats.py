@@ -36,8 +36,13 @@ class BaseModelLoader(abc.ABC):
         source: where the weights are.
         model_config: of the model.
         parallel: which part of it.
-        strict, load_config, progress: as `fast_load` takes them.
+        strict, load_config, progress, on_module_loaded: as `fast_load` takes them; a loader may leave the last one out.
+
+    Attributes:
+        pre_processed: whether layers have their final form when their weights are loaded.
     """
+
+    pre_processed = False
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class BaseModelLoader(abc.ABC):
         strict: bool = True,
         load_config: LoadConfig | None = None,
         progress: bool = False,
+        on_module_loaded: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.source = source
         self.model_config = model_config
@@ -55,6 +61,7 @@ class BaseModelLoader(abc.ABC):
         self.strict = strict
         self.load_config = load_config
         self.progress = progress
+        self.on_module_loaded = on_module_loaded
 
     def dtype_of_weights(self) -> torch.dtype | None:
         """The dtype of most of the weights; None: it is not known."""
@@ -114,7 +121,7 @@ class DefaultModelLoader(BaseModelLoader):
     def dtype_of_weights(self) -> torch.dtype | None:
         sizes: Counter[torch.dtype] = Counter()
         for entry in self.files.tensors.values():
-            if entry.dtype.is_floating_point:
+            if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:  # others are those of quantised weights
                 sizes[entry.dtype] += entry.nbytes
         return sizes.most_common(1)[0][0] if sizes else None
 
@@ -137,6 +144,7 @@ class DefaultModelLoader(BaseModelLoader):
             strict=self.strict,
             config=self.load_config,
             progress=self.progress,
+            on_module_loaded=self.on_module_loaded,
         )
 
 
@@ -146,6 +154,7 @@ _loaders: dict[str, type[BaseModelLoader] | str] = {
     **dict.fromkeys(("auto", "hf", "safetensors", "mistral", "pt"), DefaultModelLoader),
     "dummy": "weightlift.model.dummy:DummyModelLoader",
     "sharded_state": "weightlift.model.sharded_state:ShardedStateLoader",
+    "packed": "weightlift.model.packed_image:PackedImageLoader",
 }
 
 
@@ -182,7 +191,7 @@ def loader_class(load_format: str) -> type[BaseModelLoader]:
     return cls
 
 
-def mapper_of(model: nn.Module) -> WeightsMapper | None:
-    """From names of the checkpoint to those of the model; None: they are the same."""
+def mapper_of(model: object) -> WeightsMapper | None:
+    """From names of the checkpoint to those of a model, or of its class; None: they are the same."""
     mapper: WeightsMapper | None = getattr(model, "hf_to_weightlift_mapper", None)
     return mapper

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from .linear import MergedColumnParallelLinear, QKVParallelLinear, QuantizationConfig, RowParallelLinear
 from .mapping import WeightsMapper
 from .model_config import ModelConfig, is_tied
 from .parallel import ParallelConfig
 from .pipeline import PPMissingLayer, is_first_stage, is_last_stage, make_layers, stage_layers
+from .quantization.kv_cache import KVCacheScales
 from .rotary import RotaryEmbedding, rope_parameters, rotate
 from .vocab import ParallelLMHead, VocabParallelEmbedding
 
@@ -55,6 +56,7 @@ class Attention(nn.Module):
         o_bias: bool = False,
         qk_norm: bool = False,
         parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Attention(nn.Module):
             num_heads,
             num_kv_heads_of(config),
             bias=qkv_bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
             parallel=parallel,
         )
@@ -75,10 +77,11 @@ class Attention(nn.Module):
             num_heads * self.head_dim,
             config.hidden_size,
             bias=o_bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
             parallel=parallel,
         )
+        self.attn = KVCacheScales(quant_config, f"{prefix}.attn")
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
@@ -98,14 +101,21 @@ class MLP(nn.Module):
     """Two projections up, of which the one gates the other, and one down."""
 
     def __init__(
-        self, config: ModelConfig, intermediate_size: int, *, bias: bool = False, parallel: ParallelConfig, prefix: str
+        self,
+        config: ModelConfig,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
             [intermediate_size] * 2,
             bias=bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.gate_up_proj",
             parallel=parallel,
         )
@@ -113,7 +123,7 @@ class MLP(nn.Module):
             intermediate_size,
             config.hidden_size,
             bias=bias,
-            quant_config=config.quant_config,
+            quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
             parallel=parallel,
         )
@@ -143,7 +153,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """What checkpoints call `model`: embeddings, layers, and the last norm. A pipeline stage has a part of these."""
 
-    def __init__(self, config: ModelConfig, layers: nn.ModuleList, *, parallel: ParallelConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: nn.ModuleList,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.here = stage_layers(config, parallel)
         is_tied_head = is_last_stage(parallel) and is_tied(config)
@@ -151,7 +169,7 @@ class Decoder(nn.Module):
             VocabParallelEmbedding(
                 config.vocab_size,
                 config.hidden_size,
-                quant_config=config.quant_config,
+                quant_config=quant_config,
                 prefix=f"{prefix}.embed_tokens",
                 parallel=parallel,
             )
@@ -177,6 +195,7 @@ class LlamaForCausalLM(nn.Module):
     Args:
         config: of the model.
         parallel: the part of it that this process has.
+        quant_config: gives layers their quant methods; None: weights are not quantised.
         prefix: before the names of its layers, where it is a part of another model.
 
     Raises:
@@ -194,14 +213,21 @@ class LlamaForCausalLM(nn.Module):
         }
     )
 
-    def __init__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str = "") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
         super().__init__()
         config.require("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         check_heads(config, parallel)
         if config.hidden_act != "silu":
             raise config.error(f"hidden_act is {config.hidden_act!r}; the models here have 'silu'")
         self.config = config
-        self.quant_config = config.quant_config
+        self.quant_config = quant_config
         self.parallel = parallel
         prefix = f"{prefix}." if prefix else ""
 
@@ -211,13 +237,13 @@ class LlamaForCausalLM(nn.Module):
             return DecoderLayer(config, attention, self.make_mlp(number, f"{name}.mlp"))
 
         layers = make_layers(config, parallel, make_layer)
-        self.model = Decoder(config, layers, parallel=parallel, prefix=f"{prefix}model")
+        self.model = Decoder(config, layers, parallel=parallel, quant_config=quant_config, prefix=f"{prefix}model")
         self.lm_head: nn.Module = PPMissingLayer()
         if is_last_stage(parallel):
             self.lm_head = ParallelLMHead(
                 config.vocab_size,
                 config.hidden_size,
-                quant_config=config.quant_config,
+                quant_config=quant_config,
                 prefix=f"{prefix}lm_head",
                 parallel=parallel,
             )
@@ -228,7 +254,15 @@ class LlamaForCausalLM(nn.Module):
         # Without layer_types a window is ignored, as in transformers and vLLM: the architecture has none.
         window = sliding_window(self.config, number) if getattr(self.config, "layer_types", None) else None
         bias = getattr(self.config, "attention_bias", False)
-        return Attention(self.config, window, qkv_bias=bias, o_bias=bias, parallel=self.parallel, prefix=prefix)
+        return Attention(
+            self.config,
+            window,
+            qkv_bias=bias,
+            o_bias=bias,
+            parallel=self.parallel,
+            quant_config=self.quant_config,
+            prefix=prefix,
+        )
 
     def make_mlp(self, number: int, prefix: str) -> nn.Module:
         return MLP(
@@ -236,6 +270,7 @@ class LlamaForCausalLM(nn.Module):
             self.config.intermediate_size,
             bias=getattr(self.config, "mlp_bias", False),
             parallel=self.parallel,
+            quant_config=self.quant_config,
             prefix=prefix,
         )
 
@@ -257,13 +292,25 @@ class LlamaForCausalLM(nn.Module):
 
 class MistralForCausalLM(LlamaForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
-        return Attention(self.config, sliding_window(self.config, number), parallel=self.parallel, prefix=prefix)
+        return Attention(
+            self.config,
+            sliding_window(self.config, number),
+            parallel=self.parallel,
+            quant_config=self.quant_config,
+            prefix=prefix,
+        )
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
-        window = self.window_of(number)
-        return Attention(self.config, window, qkv_bias=True, parallel=self.parallel, prefix=prefix)
+        return Attention(
+            self.config,
+            self.window_of(number),
+            qkv_bias=True,
+            parallel=self.parallel,
+            quant_config=self.quant_config,
+            prefix=prefix,
+        )
 
     def window_of(self, number: int) -> int | None:
         """The sliding window of a layer, which has to be switched on; None: it has none."""
@@ -280,9 +327,15 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 class Qwen3ForCausalLM(Qwen2ForCausalLM):
     def make_attention(self, number: int, prefix: str) -> nn.Module:
         bias = getattr(self.config, "attention_bias", False)
-        window = self.window_of(number)
         return Attention(
-            self.config, window, qkv_bias=bias, o_bias=bias, qk_norm=True, parallel=self.parallel, prefix=prefix
+            self.config,
+            self.window_of(number),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=True,
+            parallel=self.parallel,
+            quant_config=self.quant_config,
+            prefix=prefix,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -21,8 +21,10 @@ from ..regions import is_dense
 from ..report import LoadReport
 from ..stream import Order
 from ..tensor import CheckpointTensor
+from .landing import as_they_land
 from .mapping import WeightsMapper
 from .placement import Placement, Step
+from .quantization.diagnosis import explained
 from .reconcile import check_coverage, reconcile, weight_loader
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def fast_load(
     strict: bool = True,
     config: LoadConfig | None = None,
     progress: bool = False,
+    on_module_loaded: Callable[[torch.nn.Module], object] | None = None,
 ) -> LoadReport:
     """Fills a model's parameters and buffers from a checkpoint.
 
@@ -52,6 +55,10 @@ def fast_load(
     of others, and of those that their loader replaced, nothing is known. They are found before a byte is read where
     recording takes less than `coverage_wait_seconds` and no loader looks at values. Else they are found when recording
     ends: parameters may have been partly overwritten by then. Without such loaders there are none.
+
+    The folder of a packed image (`pack_model`) is read from end to end: the part of the rank that
+    `ParallelConfig.current()` says, under the names of the model itself. Layers have their final form then:
+    `PostProcessing(pre_processed=True)` does the rest.
 
     Of a tied parameter, which a module has under several names, the checkpoint needs one. Where it has more, and they
     differ, each name gets a parameter of its own, and a warning says so.
@@ -69,6 +76,10 @@ def fast_load(
             are in the report. A tensor whose size does not fit is an error in any case.
         config: how to read; see LoadConfig.
         progress: shows a bar on stderr.
+        on_module_loaded: called once for each module of the model, on this thread, when all that goes into it and its
+            children has landed; what goes into other modules is read meanwhile. It may change the module, its
+            parameters too. Children come before their parents, and modules with tied parameters last.
+            `PostProcessing().process_layer` is one.
 
     Returns:
         What was done: see LoadReport. What is not wanted (by filters, rules to None, another pipeline stage, a
@@ -79,9 +90,11 @@ def fast_load(
             before a byte is read; gaps, and what a `load_weights` did not load, are another, see above.
         CheckpointError: a file is missing, unreadable or malformed, or storage failed. In the latter case
             `error.incomplete` names what was not loaded.
-        TypeError: `model` is neither, or its state dict holds something else than its own tensors.
-        ValueError: `order` is neither.
-        Whatever a `weight_loader` or `load_weights` raises.
+        TypeError: `model` is neither, or its state dict holds something else than its own tensors; or it has no modules
+            for `on_module_loaded`.
+        ValueError: `order` is neither; `on_module_loaded` with a packed image.
+        Whatever a `weight_loader`, `load_weights` or `on_module_loaded` raises; nothing more is read then, and the
+            model is not to be used.
 
     Example:
         >>> report = weightlift.fast_load(model, folder)
@@ -89,13 +102,33 @@ def fast_load(
         []
     """
     _require_order(order)
+    if on_module_loaded is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"on_module_loaded is for the modules of a module, found {type(model).__name__}")
+    from .packed_image import open_image
+
     started = time.perf_counter()
+    if image := open_image(model, path):
+        if on_module_loaded is not None:
+            raise ValueError(
+                "on_module_loaded is for layers that get their final form; those of a packed image have it"
+            )
+        (model, path), mapper = image, None
     targets = _targets(model)
     placement = Placement(model, targets, mapper)
     checkpoint = open_checkpoint(path, filters=(*filters, placement.rule_of), config=config)
     try:
         placement.settle(checkpoint, order)
-        report = _load(model, targets, placement, checkpoint, path, strict=strict, progress=progress)
+        with explained(model, checkpoint.files.tensors, mapper):
+            report = _load(
+                model,
+                targets,
+                placement,
+                checkpoint,
+                path,
+                strict=strict,
+                progress=progress,
+                on_module_loaded=on_module_loaded,
+            )
     finally:
         checkpoint.close()
     report.seconds["total"] = time.perf_counter() - started
@@ -186,6 +219,7 @@ def _load(
     *,
     strict: bool,
     progress: bool,
+    on_module_loaded: Callable[[torch.nn.Module], object] | None = None,
 ) -> LoadReport:
     program, steps = checkpoint._program, placement.steps
     direct = {step.route.name: step.route.target for step in steps if step.route.target is not None}
@@ -209,15 +243,17 @@ def _load(
     report = compare(direct.keys() | owned, strict=strict)
     program.name_destinations({**targets, **direct}.items())
     program.track_coverage()
+    program.turns = []
     # Whole tensors are known to cover their parameters. What other loaders do is known when they have run: until then,
     # but not for long, reading waits, so that a gap is found before it.
     looks = bool(cut) or has_owners
     with contextlib.ExitStack() as block:
         block.enter_context(progress_bar(checkpoint, progress))
         block.enter_context(torch.no_grad())
-        block.enter_context(
-            checkpoint.recording(hold_seconds=program.config.coverage_wait_seconds if looks else 0.0, watch=looks)
-        )
+        hold_seconds = program.config.coverage_wait_seconds if looks else 0.0
+        # A hook may look at more than its module.
+        watch = looks or on_module_loaded is not None
+        block.enter_context(checkpoint.recording(hold_seconds=hold_seconds, watch=watch))
         waiting = iter(steps)
         told = placement.load((step, _tensor(checkpoint, step)) for step in waiting)
         seconds = checkpoint.seconds_of_recording()
@@ -239,14 +275,36 @@ def _load(
         check_coverage(
             model, {name: targets[name] for name in filled.values()}, program, report, path=path, strict=strict
         )
-        program.run()
-        if isinstance(model, torch.nn.Module) and not isinstance(program, PlanningProgram):
-            land_leftovers(model)
-            placement.settle_ties()
+        if isinstance(program, PlanningProgram):
+            program.plan_turns()
+            program.run()
+        else:
+            _finish(program, model if isinstance(model, torch.nn.Module) else None, placement, on_module_loaded)
     report.skipped = {name: placement.skipped[name] for name in sorted(placement.skipped, key=natural_key)}
     report.seconds["header"] = checkpoint._header_seconds
     program.fill_report(report)
     return report
+
+
+def _finish(
+    program: Program,
+    model: torch.nn.Module | None,
+    placement: Placement,
+    on_module_loaded: Callable[[torch.nn.Module], object] | None,
+) -> None:
+    """Carries out what is recorded, and hands modules over as they get complete."""
+    if model is not None:
+        land_leftovers(model)
+    names = {module: name for name, module in model.named_modules()} if model is not None else {}
+    for module in as_they_land(program, model, late=placement.tied, settle=placement.settle_ties):
+        if on_module_loaded is None:
+            continue
+        try:
+            on_module_loaded(module)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(f"in on_module_loaded of {names[module] or 'the model'} ({type(module).__name__})")
+            raise
 
 
 def _tensor(checkpoint: Checkpoint, step: Step) -> CheckpointTensor:

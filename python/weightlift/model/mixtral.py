@@ -46,7 +46,7 @@ class MixtralForCausalLM(MistralForCausalLM):
             config.hidden_size,
             config.intermediate_size,
             ckpt_names=("w1", "w2", "w3"),
-            quant_config=config.quant_config,
+            quant_config=self.quant_config,
             prefix=f"{prefix}.experts",
             parallel=self.parallel,
         )

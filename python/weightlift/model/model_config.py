@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, CheckpointNotFoundError
-
-if TYPE_CHECKING:
-    from .linear import QuantizationConfig
 
 CONFIG_FILE = "config.json"
 
@@ -68,14 +65,9 @@ class ModelConfig:
         fields: as in the file.
         path: of the file, for errors.
 
-    Attributes:
-        quant_config: what layers ask for their quant method; None: weights are not quantised.
-
     Raises:
         ConfigError: a size or count that is not a positive integer.
     """
-
-    quant_config: QuantizationConfig | None = None
 
     def __init__(self, fields: Mapping[str, Any], *, path: str | None = None) -> None:
         self.__dict__.update(fields)

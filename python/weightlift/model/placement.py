@@ -13,6 +13,7 @@ from .._logging import logger
 from ..errors import listed
 from ..stream import Order
 from .mapping import ROTARY_CACHES, ShardId, WeightsMapper, map_in_turn
+from .quantization.replace import Replaced
 from .reconcile import size_mismatches, weight_loader
 from .router import Route, Router, Ties, loads_itself, part_without_loader, quantization_rules, tied_mismatch
 
@@ -148,7 +149,10 @@ class Placement:
         whole: dict[str, Step] = {}
         for step in self.steps:
             name, target = step.route.name, step.route.target
-            if target is None or weight_loader(target) is not None:
+            loader = None if target is None else weight_loader(target)
+            if isinstance(loader, Replaced):
+                self.mismatched.append(loader.reason)
+            if target is None or loader is not None:
                 continue
             if step.shard_id is not None:
                 self.mismatched.append(part_without_loader(name, step.shard_id))
@@ -211,6 +215,11 @@ class Placement:
                 else step
                 for step in self.steps
             ]
+
+    @property
+    def tied(self) -> list[torch.nn.Parameter]:
+        """Parameters that have several names, and are settled last."""
+        return list(self._ties.parameters.values())
 
     def settle_ties(self) -> None:
         """When all has landed: drops what is equal, and parts what is not."""

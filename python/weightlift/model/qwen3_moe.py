@@ -33,7 +33,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             config.hidden_size,
             config.moe_intermediate_size,
             renormalize=config.norm_topk_prob,
-            quant_config=config.quant_config,
+            quant_config=self.quant_config,
             prefix=f"{prefix}.experts",
             parallel=self.parallel,
         )

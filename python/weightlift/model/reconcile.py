@@ -50,7 +50,8 @@ def exempt_names(model: Any) -> dict[str, str]:
 
     A layer is known by its `quant_method`, whichever engine it is of. Online quantization makes its parameters itself
     (`uses_meta_device`); scales of the KV cache have defaults (`BaseKVCacheMethod`); of other methods that process
-    weights after loading, placeholders without elements and `input_scale_ub`, which the config sets, are exempt.
+    weights after loading, placeholders without elements, `input_scale_ub`, which the config sets, and parameters that
+    say that they are `made_of` another, are exempt.
 
     vLLM, for models that are not quantised, exempts every parameter of a layer whose method processes weights, so all
     linear layers and embeddings: it would run with uninitialised weights. Here these are missing.
@@ -74,6 +75,8 @@ def exempt_names(model: Any) -> dict[str, str]:
         for name, parameter in module.named_parameters(prefix, remove_duplicate=False):
             if reason:
                 exempt[name] = reason
+            elif hasattr(parameter, "made_of"):
+                exempt[name] = f"made of {parameter.made_of}"
             elif not parameter.numel():
                 exempt[name] = "has no elements"
             elif name.rpartition(".")[2] in _SET_BY_CONFIG:

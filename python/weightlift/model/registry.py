@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..errors import listed, printable
+from .linear import QuantizationConfig
 from .model_config import ModelConfig, architecture_of
 from .parallel import ParallelConfig
 
@@ -19,7 +20,14 @@ class ModelClass(Protocol):
     It may have a `hf_to_weightlift_mapper`, from names of the checkpoint to its own.
     """
 
-    def __call__(self, config: ModelConfig, *, parallel: ParallelConfig, prefix: str = "") -> torch.nn.Module: ...
+    def __call__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> torch.nn.Module: ...
 
 
 _models: dict[str, ModelClass | str] = {
@@ -39,8 +47,8 @@ def register_model(architecture: str, cls: ModelClass | str) -> None:
 
     Args:
         architecture: as in `architectures` of config.json.
-        cls: called as `cls(config, parallel=..., prefix="")`; or where to import it from, as "package.module:Class",
-            which happens when it is first needed.
+        cls: called as `cls(config, parallel=..., quant_config=...)`; or where to import it from, when it is first
+            needed, as "package.module:Class".
 
     Example:
         >>> weightlift.model.registry.register_model("MyForCausalLM", MyForCausalLM)

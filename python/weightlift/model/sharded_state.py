@@ -6,12 +6,11 @@ several pipeline stages, and are safetensors; tensors have the names of the mode
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import functools
 import glob
-import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch import nn
 from ..checkpoint import CheckpointSource
 from ..errors import CheckpointError, listed
 from ..report import LoadReport
-from ..safetensors_file import FORMAT_NAMES
+from ..safetensors_writer import write_safetensors
+from ..source import TORCH_SUFFIXES
 from .formats import DefaultModelLoader
 from .loader import fast_load
 from .parallel import ParallelConfig
@@ -30,15 +30,18 @@ from .router import Ties
 # What vLLM's example writes.
 MAX_FILE_BYTES = 5 << 30
 
+_NOT_COPIED = (".safetensors", ".index.json", ".unfinished", *TORCH_SUFFIXES)
 _NUMBERS = [field.name for field in fields(ParallelConfig) if field.type == "int"]
 
 
 class ShardedStateLoader(DefaultModelLoader):
     """Loads what `save_sharded_state` or vLLM has saved of this rank, straight into the parameters."""
 
+    pre_processed = True  # they were final when they were saved
+
     def __init__(self, source: CheckpointSource, *args: Any, **kwargs: Any) -> None:
         super().__init__(source, *args, **kwargs)
-        pattern = f"{_prefix(self.parallel)}-part-*.safetensors"
+        pattern = f"{rank_prefix(self.parallel)}-part-*.safetensors"
         self.source = replace(source, load_format="sharded_state", allow_patterns=[pattern])
 
     def check(self) -> None:
@@ -60,10 +63,13 @@ class ShardedStateLoader(DefaultModelLoader):
         for name in (*ties.first_names.values(), *ties.first_names):
             if name in self.files.tensors and first_saved.setdefault(ties.first_names.get(name, name), name) != name:
                 ties.part(name, nn.Parameter(torch.empty_like(ties.parameters[name]), requires_grad=False))
-        # Without keep_vars, tensors have no weight loaders.
         return fast_load(
-            model.state_dict(), self.source, strict=self.strict, config=self.load_config, progress=self.progress
+            self.targets(model), self.source, strict=self.strict, config=self.load_config, progress=self.progress
         )
+
+    def targets(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Where what was saved goes, by its names: memory of the model."""
+        return model.state_dict()  # without keep_vars, tensors have no weight loaders
 
 
 def save_sharded_state(
@@ -94,10 +100,31 @@ def save_sharded_state(
     folder = os.fspath(folder)
     require_unsaved(folder, parallel)
     os.makedirs(folder, exist_ok=True)
-    prefix = _prefix(parallel)
+    return write_rank(folder, without_aliases(model.state_dict()), parallel=parallel, max_file_bytes=max_file_bytes)
+
+
+def write_rank(
+    folder: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    parallel: ParallelConfig,
+    max_file_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+    on_block: Callable[[str, memoryview], None] | None = None,
+) -> list[str]:
+    """Writes the files of one rank.
+
+    Args:
+        folder, parallel, max_file_bytes: as for `save_sharded_state`.
+        metadata: more than the files say of their rank.
+        on_block: called with the path of a file and every stretch of its bytes, in order.
+
+    Returns:
+        The paths of the files.
+    """
     parts: list[dict[str, torch.Tensor]] = [{}]
     part_bytes = 0
-    for name, tensor in _without_aliases(model.state_dict()).items():
+    for name, tensor in tensors.items():
         if parts[-1] and part_bytes + tensor.nbytes > max_file_bytes:
             parts.append({})
             part_bytes = 0
@@ -105,20 +132,26 @@ def save_sharded_state(
         part_bytes += tensor.nbytes
     paths = []
     for number, part in enumerate(parts):
-        paths.append(os.path.join(folder, f"{prefix}-part-{number}.safetensors"))
-        _write(paths[-1], part, {"format": "pt", **_metadata(parallel)})
+        path = os.path.join(folder, f"{rank_prefix(parallel)}-part-{number}.safetensors")
+        write_safetensors(
+            path,
+            part,
+            {"format": "pt", **_metadata(parallel), **(metadata or {})},
+            on_block=None if on_block is None else functools.partial(on_block, path),
+        )
+        paths.append(path)
     return paths
 
 
 def require_unsaved(folder: str, parallel: ParallelConfig) -> None:
     """Raises what `save_sharded_state` would raise because of these arguments."""
-    existing = glob.glob(os.path.join(glob.escape(folder), f"{_prefix(parallel)}-part-*.safetensors"))
+    existing = glob.glob(os.path.join(glob.escape(folder), f"{rank_prefix(parallel)}-part-*.safetensors"))
     if existing:
         names = listed(os.path.basename(path) for path in existing)
         raise FileExistsError(f"{folder} has slices of that rank: {names}; remove them, or save to another folder")
 
 
-def _prefix(parallel: ParallelConfig) -> str:
+def rank_prefix(parallel: ParallelConfig) -> str:
     """How the names of a rank's files start."""
     rank, size = (parallel.tp_rank, parallel.tp_size) if parallel.tp_size > 1 else (parallel.ep_rank, parallel.ep_size)
     if parallel.ep_size > 1 and (rank, size) != (parallel.ep_rank, parallel.ep_size):
@@ -137,47 +170,39 @@ def _spelled(numbers: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in numbers.items())
 
 
-def _without_aliases(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_aliases(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of tensors that are one, that whose name comes first in the alphabet."""
     first: dict[object, str] = {}
     for name, tensor in state.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
+        key = (
+            (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        )
         first[key] = min(first.get(key, name), name)
     kept = set(first.values())
     return {name: tensor for name, tensor in state.items() if name in kept}
 
 
-def _write(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file; tensors of large elements first, so that all are aligned to theirs."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
+def all_ranks(tp_size: int, ep_size: int, pp_size: int) -> Iterator[ParallelConfig]:
+    """All ranks; those that share experts are those that share layers, as in vLLM."""
+    for stage in range(pp_size):
+        for rank in range(max(tp_size, ep_size)):
+            yield ParallelConfig(
+                tp_rank=rank % tp_size,
+                tp_size=tp_size,
+                ep_rank=rank % ep_size,
+                ep_size=ep_size,
+                pp_rank=stage,
+                pp_size=pp_size,
+            )
+
+
+def copy_others(folder: str, out: str) -> list[str]:
+    """Copies what is no weights: the config, the tokenizer. Gives their names."""
+    names = sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_file() and not entry.name.startswith(".") and not entry.name.lower().endswith(_NOT_COPIED)
+    )
     for name in names:
-        tensor = tensors[name]
-        shape = list(tensor.shape)
-        if FORMAT_NAMES[tensor.dtype] == "F4":  # two of the format's values in one of torch's
-            shape[-1] *= 2
-        header[name] = {
-            "dtype": FORMAT_NAMES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    unfinished = f"{path}.unfinished"
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                tensor = tensors[name].detach().cpu().contiguous()
-                file.write(_memory_of(tensor))
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(unfinished)
-        raise
-
-
-def _memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a contiguous tensor; valid as long as the tensor is."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        shutil.copyfile(os.path.join(folder, name), os.path.join(out, name))
+    return names

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
@@ -16,10 +16,15 @@ from torch import nn
 from ..checkpoint import CheckpointSource
 from ..config import LoadConfig
 from ..source import LoadFormat
-from .formats import loader_class
+from .formats import loader_class, mapper_of
 from .model_config import ModelConfig, dtype_of, read_config
+from .packed_image import PackedImage
 from .parallel import ParallelConfig
+from .postprocess import PostProcessing, require_pre_processed_support
 from .registry import model_class
+
+if TYPE_CHECKING:
+    from .quantization.base import QuantizationConfig, Target
 
 _setting_default_dtype = threading.RLock()
 
@@ -30,6 +35,8 @@ def load_model(
     parallel: ParallelConfig | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    target: Target | None = None,
+    quantization: str | None = None,
     load_format: str | None = None,
     strict: bool = True,
     config: LoadConfig | None = None,
@@ -38,28 +45,35 @@ def load_model(
     """Builds the model that a folder holds, or one rank's part of it, and loads its weights.
 
     The class comes from the registry (`register_model`), by the architecture that config.json names. Its shell is first
-    built on the meta device, so that what cannot be (heads that cannot be dealt to the ranks, sizes that do not divide)
-    is an error before anything is allocated; then on `device`, with `dtype` as torch's default. The loader of the
-    format fills it. Last comes `process_weights_after_loading`, the function. Since torch's default dtype is that of
-    the whole process, loads by several threads take turns.
+    built on the meta device, so that what cannot be (heads that cannot be dealt to the ranks, sizes that do not divide,
+    layers that cannot be quantised so) is an error before anything is allocated; then on `device`, with `dtype` as
+    torch's default. The loader of the format fills it, and each layer gets its final form as soon as its weights are
+    there: see `PostProcessing`. Since torch's default dtype is that of the whole process, loads by several threads take
+    turns.
 
     Args:
         path: the folder of the model, with its config.json; or a CheckpointSource with such a folder.
         parallel: which part of the model; by default that of `ParallelConfig.current()`.
-        dtype: of the parameters; by default what the config says, or else that of most of the checkpoint.
+        dtype: of the parameters that are not quantised; by default what the config says, or else that of most of the
+            checkpoint.
         device: where the model goes.
+        target: the layout of quantised parameters; by default that of a packed image, or "plain", as on disk.
+        quantization: how weights that are in floating point are quantised while they are loaded: a name that
+            `quantization.online` knows; by default not.
         load_format: a format that is registered (`register_loader`); by default that of a CheckpointSource, or "auto".
         strict, config, progress: as for `fast_load`.
 
     Returns:
-        The model, in eval mode. Its attribute `load_report` is the LoadReport.
+        The model, in eval mode. Its attribute `load_report` is the LoadReport; of its `seconds`, "process" are those in
+        which layers got their final form.
 
     Raises:
         CheckpointNotFoundError: there is no config.json, or no weights.
-        ConfigError: the config cannot be read, its architecture is not registered, or does not go with `parallel`.
+        ConfigError: the config cannot be read, its architecture or its kind of quantisation is not known, or it does
+            not go with `parallel`, `target` or `quantization`.
         CheckpointMismatchError: as `fast_load`.
         CheckpointError: as `fast_load`.
-        ValueError: the format is not registered.
+        ValueError: the format is not registered; a layer can't be quantised so.
 
     Example:
         >>> model = load_model(folder, parallel=ParallelConfig(tp_rank=0, tp_size=2))
@@ -67,21 +81,36 @@ def load_model(
     """
     source = path if isinstance(path, CheckpointSource) else CheckpointSource(path)
     parallel = ParallelConfig.current() if parallel is None else parallel
+    image = PackedImage.find(source) if load_format in (None, "auto", "packed") else None
+    if image is not None:
+        target, quantization, dtype = image.matched(parallel, target=target, quantization=quantization, dtype=dtype)
+        load_format = "packed"
     make_loader = loader_class(load_format or source.load_format)
     if load_format in get_args(LoadFormat):
         source = replace(source, load_format=load_format)  # type: ignore[arg-type]  # as just seen
     model_config = config_of(source)
-    loader = make_loader(source, model_config, parallel=parallel, strict=strict, load_config=config, progress=progress)
+    processing = PostProcessing(device=device, pre_processed=make_loader.pre_processed)
+    loader = make_loader(
+        source,
+        model_config,
+        parallel=parallel,
+        strict=strict,
+        load_config=config,
+        progress=progress,
+        on_module_loaded=processing.process_layer,
+    )
     dtype = dtype or dtype_of(model_config)
-    make_shell(model_config, parallel=parallel, dtype=dtype or torch.get_default_dtype(), device="meta")
+    make = functools.partial(make_shell, model_config, parallel=parallel, target=target, quantization=quantization)
+    shell = make(dtype=dtype or torch.get_default_dtype(), device="meta")
+    if loader.pre_processed:
+        require_pre_processed_support(shell)
     loader.check()
     dtype = dtype or loader.dtype_of_weights() or torch.get_default_dtype()
     with _default_dtype(dtype):
-        model = make_shell(model_config, parallel=parallel, dtype=dtype, device=device)
+        model = make(dtype=dtype, device=device)
         report = loader.load_weights(model)
-        started = time.perf_counter()
-        process_weights_after_loading(model, dtype)
-    report.seconds["process"] = time.perf_counter() - started
+        processing.finish(model, dtype)
+    report.seconds["process"] = processing.seconds
     model.load_report = report  # type: ignore[assignment]  # torch's stubs know tensors and modules alone
     return model.eval()
 
@@ -92,60 +121,53 @@ def config_of(source: CheckpointSource) -> ModelConfig:
     Raises:
         TypeError: the source is no folder.
         CheckpointNotFoundError: there is no config.json.
-        ConfigError: it cannot be read, or its weights are quantised.
+        ConfigError: it cannot be read.
     """
     if not isinstance(source.path, (str, os.PathLike)):
         raise TypeError(f"expected the folder of a model, which has a config.json, found {type(source.path).__name__}")
-    config = read_config(os.path.join(source.path, source.subfolder) if source.subfolder else source.path)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise config.error(
-            f"quantization_config: the models here load no quantised weights (quant_method {method!r}); load them with "
-            "your engine's own layers and fast_load(model, path)"
-        )
-    return config
+    return read_config(os.path.join(source.path, source.subfolder) if source.subfolder else source.path)
 
 
 def make_shell(
-    config: ModelConfig, *, parallel: ParallelConfig, dtype: torch.dtype, device: str | torch.device
+    config: ModelConfig,
+    *,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    target: Target | None = None,
+    quantization: str | None = None,
 ) -> nn.Module:
-    """Builds a model, its parameters allocated and not set.
+    """Builds a model, its parameters allocated and not set. Arguments as for `load_model`.
 
     Raises:
-        ConfigError: its architecture is not registered, or it does not go with `parallel`.
+        ConfigError: its architecture or its kind of quantisation is not known, or it does not go with the arguments.
+        ValueError: a layer can't be quantised so.
     """
+    make_model = model_class(config)
+    quant_config = _quantization_of(config, target, quantization)
+    if quant_config is not None:
+        quant_config.apply_mapper(mapper_of(make_model))
     with _default_dtype(dtype), torch.device(device):
-        return model_class(config)(config, parallel=parallel)
+        return make_model(config, parallel=parallel, quant_config=quant_config)
 
 
-def process_weights_after_loading(model: nn.Module, dtype: torch.dtype) -> None:
-    """Puts loaded weights into the form in which layers use them, in vLLM's order.
+def _quantization_of(config: ModelConfig, target: Target | None, quantization: str | None) -> QuantizationConfig | None:
+    from .quantization.base import read_quantization
 
-    First `quant_method.process_weights_after_loading(layer)` of every layer that has a method; then
-    `process_weights_after_loading(dtype)` of modules that have it themselves: attention, which wants the final weights
-    of its projections; at last `process_weights_after_loading()` of the model.
+    target = target or "plain"
+    quant_config = read_quantization(config, target=target)
+    if quantization is None:
+        if quant_config is None and target != "plain":
+            raise config.error(f"the weights are not quantised: there is no layout {target!r} for them")
+        return quant_config
+    if quant_config is not None:
+        raise config.error(
+            f"the checkpoint is quantised ({quant_config.name}); quantization {quantization!r} is for weights in "
+            "floating point: leave it out, or load the checkpoint that this one was made of"
+        )
+    from .quantization.online import OnlineQuantizationConfig
 
-    Args:
-        model: its parameters final; tied ones are tied.
-        dtype: of activations.
-    """
-    with torch.no_grad():
-        for layer in model.modules():
-            _call(getattr(layer, "quant_method", None), "process_weights_after_loading", layer)
-            # In vLLM's layers parameters know how they are cut, and the method may have replaced them.
-            _call(layer, "update_param_tp_status")
-        for module in model.modules():
-            if module is not model:
-                _call(module, "process_weights_after_loading", dtype)
-        _call(model, "process_weights_after_loading")
-
-
-def _call(owner: object, name: str, *args: object) -> None:
-    """Calls a method, if the owner has it."""
-    method = getattr(owner, name, None)
-    if callable(method):
-        method(*args)
+    return OnlineQuantizationConfig(quantization, target=target)
 
 
 @contextlib.contextmanager
