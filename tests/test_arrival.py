@@ -195,9 +195,7 @@ def layouts() -> Iterator[tuple[MarlinLayout, torch.Tensor, int]]:
         values = random_values(num_bits, 128, 192, num_bits=num_bits)
         yield weight, pack(values, num_bits, packing), 0 if packing == "nk" else 1
     for is_transposed, group_size, dtype in ((False, 32, torch.bfloat16), (True, -1, torch.float16)):
-        scales = MarlinScales(
-            size_n=192, size_k=128, group_size=group_size, dtype=dtype, is_transposed=is_transposed
-        )
+        scales = MarlinScales(size_n=192, size_k=128, group_size=group_size, dtype=dtype, is_transposed=is_transposed)
         yield scales, torch.rand(scales.source_shape), 0 if is_transposed else 1
     exponents = MarlinScales(
         size_n=192,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
 import json
+import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from weightlift.model.linear import LinearBase, MergedColumnParallelLinear, Repl
 from weightlift.model.loader import plan_load
 from weightlift.model.model_config import ConfigError, read_config
 from weightlift.model.parallel import ParallelConfig
+from weightlift.model.planning import plan_model
 from weightlift.model.quantization.online import SCHEMES, OnlineQuantizationConfig
 from weightlift.model.quantization.online_layouts import Source
 from weightlift.model.skeleton import load_model, make_shell
@@ -171,6 +176,18 @@ def test_weights_of_each_floating_dtype_are_quantised(tmp_path: Path, write_chec
 
 
 @pytest.mark.parametrize("scheme", ALL)
+def test_what_is_on_disk_is_quantised_whatever_the_dtype_of_the_model(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint, scheme: str
+) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    folder = write_checkpoint(tmp_path, {"layer.weight": weight})
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model = one_layer(scheme, dtype=dtype)
+        weightlift.fast_load(model, folder)
+        assert torch.equal(model.layer.weight.view(torch.uint8), REFERENCES[scheme](weight)[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", ALL)
 def test_weights_of_zero_stay_zero(tmp_path: Path, write_checkpoint: WriteCheckpoint, scheme: str) -> None:
     model = one_layer(scheme)
     weightlift.fast_load(model, write_checkpoint(tmp_path, {"layer.weight": torch.zeros(64, 64)}))
@@ -221,10 +238,10 @@ def test_experts_are_what_the_formula_makes_of_each(
 # ---- what a load does
 
 
-def one_layer(scheme: str, size: int = 64) -> Any:
+def one_layer(scheme: str, size: int = 64, dtype: torch.dtype | None = None) -> Any:
     model = nn.Module()
     model.layer = ReplicatedLinear(
-        size, size, bias=False, quant_config=OnlineQuantizationConfig(scheme), prefix="layer"
+        size, size, bias=False, params_dtype=dtype, quant_config=OnlineQuantizationConfig(scheme), prefix="layer"
     )
     return model
 
@@ -263,6 +280,36 @@ def test_load_that_failed_can_be_done_again(tmp_path: Path, write_checkpoint: Wr
     load_parts(fused, write_checkpoint(tmp_path / "c", both))
     q, _ = per_tensor(torch.cat(list(both.values())))
     assert torch.equal(fused.layer.weight.view(torch.uint8), q.view(torch.uint8))
+
+
+def test_parts_of_a_plain_loop_that_broke_off_are_those_of_the_next() -> None:
+    parts = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    model = fused_layer("fp8_per_tensor")
+    for shard_ids in ([0], [0, 1]):
+        for shard_id in shard_ids:
+            model.layer.weight.weight_loader(model.layer.weight, parts[shard_id], shard_id)
+    q, scale = per_tensor(parts.flatten(0, 1))
+    assert torch.equal(model.layer.weight.view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(model.layer.weight_scale, scale)
+
+
+def test_load_that_failed_leaves_no_source_in_memory(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(one_layer("fp8").layer for _ in range(3)))
+    folder = write_checkpoint(tmp_path, {f"{number}.weight": torch.ones(64, 64) for number in range(3)})
+    sources: list[weakref.ref[Source]] = []
+    start = Source.start
+    monkeypatch.setattr(Source, "start", lambda self, empty: (sources.append(weakref.ref(self)), start(self, empty)))
+
+    def fail(module: nn.Module) -> None:
+        raise InterruptedError
+
+    with contextlib.suppress(InterruptedError):
+        weightlift.fast_load(model, folder, on_module_loaded=fail)
+    gc.collect()
+    assert sources
+    assert [source() for source in sources if source() is not None] == []
 
 
 def fused_layer(scheme: str, sizes: tuple[int, int] = (64, 64)) -> Any:
@@ -383,6 +430,16 @@ def test_memory_of_a_source_is_in_the_plan(large: Path) -> None:
     assert plan.memory.host_parameters == 6 * (16 * MiB + 4)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_channel"])
+def test_plan_has_the_reads_of_the_load(shared_checkpoints: Path, scheme: str) -> None:
+    folder, rank = shared_checkpoints / "llama128", ParallelConfig(tp_rank=1, tp_size=2)
+    config = LoadConfig(backend="pread", coverage_wait_seconds=60)
+    plan = plan_model(folder, parallel=rank, quantization=scheme, config=config)
+    report: Any = load_model(folder, parallel=rank, quantization=scheme, config=config).load_report
+    for name in ("bytes_needed", "num_transfers", "num_reads"):
+        assert getattr(plan.report, name) == getattr(report, name), name
+
+
 # ---- what cannot be
 
 
@@ -394,6 +451,43 @@ def test_scheme_that_is_not_known_is_an_error_that_lists_those_that_are(shared_c
 def test_checkpoint_that_is_quantised_is_not_quantised_again(shared_checkpoints: Path) -> None:
     with pytest.raises(ConfigError, match=r"is quantised \(compressed-tensors\); quantization 'fp8' is for weights in"):
         load_model(shared_checkpoints / "fp8-dynamic", quantization="fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, FP8, torch.float64])
+@pytest.mark.parametrize("scheme", ALL)
+def test_weights_that_are_not_of_16_or_32_bits_are_refused(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint, scheme: str, dtype: torch.dtype
+) -> None:
+    folder = write_checkpoint(tmp_path, {"layer.weight": torch.ones(64, 64).to(dtype)})
+    with pytest.raises(CheckpointMismatchError, match=rf"layer\.weight: Tried to load weights of dtype {dtype}"):
+        weightlift.fast_load(one_layer(scheme), folder)
+
+
+@pytest.mark.parametrize("folder", ["fp8", "fp8-dynamic", "w4a16"])
+def test_checkpoint_that_is_quantised_without_saying_so_is_refused_with_the_cause(
+    shared_checkpoints: Path, tmp_path: Path, folder: str
+) -> None:
+    shutil.copytree(shared_checkpoints / folder, tmp_path / folder)
+    config = json.loads((tmp_path / folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_model(tmp_path / folder, quantization="fp8")
+    cause = str(caught.value).splitlines()[-1]
+    assert "The checkpoint is quantised: it has model.layers.0.mlp.down_proj." in cause
+    assert "`quantization` is for weights in floating point: leave it out" in cause
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_scales_that_a_checkpoint_has_are_refused(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint, scheme: str
+) -> None:
+    model = one_layer(scheme)
+    name = f"layer.{SCHEMES[scheme].scale_name}"
+    scale = torch.empty_like(model.get_parameter(name))
+    folder = write_checkpoint(tmp_path, {"layer.weight": torch.ones(64, 64), name: scale})
+    with pytest.raises(CheckpointMismatchError, match=rf"{name}: the weight is quantised while it is loaded"):
+        weightlift.fast_load(model, folder)
 
 
 def test_layout_of_weights_that_are_not_quantised_is_refused(shared_checkpoints: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from golden_data import Case, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quant_packed import pack_rows
 from torch import Tensor
 
 from weightlift import ops
@@ -88,6 +89,8 @@ def test_marlin_scales_zero_points_and_biases_are_upstreams(case: Case) -> None:
             for a8, suffix in ((False, "expected"), (True, "expected_a8")):
                 same(ops.marlin_zero_points(case["zp_unpacked_u8"], *sizes, is_a_8bit=a8), case[suffix])
                 same(ops.awq_to_marlin_zero_points(case["zp_packed_awq"], *sizes, is_a_8bit=a8), case[suffix])
+                in_order = pack_rows(case["zp_unpacked_u8"].T, p["bits"]).T.contiguous()
+                same(ops.gptq_to_marlin_zero_points(in_order, *sizes, is_a_8bit=a8), case[suffix])
         case "marlin_padded_nk":
             for n, k, group, padded_n, padded_k in case["table"].tolist():
                 assert ops.marlin_padded_nk(n, k, group) == (padded_n, padded_k)
@@ -667,6 +670,7 @@ EVERY_OP: dict[str, tuple[Callable[..., Result], tuple[Tensor, ...]]] = {
     "pack_fp8_to_int32": (ops.pack_fp8_to_int32, (FP8,)),
     "marlin_permute_scales": (lambda s: ops.marlin_permute_scales(s, 128 * 128, 256, 128), (BF16,)),
     "awq_to_marlin_zero_points": (lambda z: ops.awq_to_marlin_zero_points(z, 32, 512, 4), (WORDS,)),
+    "gptq_to_marlin_zero_points": (lambda z: ops.gptq_to_marlin_zero_points(z, 32, 256, 8), (WORDS,)),
     "fp8_marlin_process_scales": (
         lambda s: ops.fp8_marlin_process_scales(s, 256, 128, torch.bfloat16),
         (torch.ones(128, 1),),
@@ -760,6 +764,8 @@ def test_examples_in_docstrings_run(module: Any) -> None:
         (lambda: ops.marlin_permute_scales(BF16, 128, 256, 128), ValueError, "expected 1 groups"),
         (lambda: ops.marlin_permute_bias(torch.zeros(33)), ValueError, "not a multiple of 32"),
         (lambda: ops.marlin_zero_points(torch.zeros(1, 64), 2, 64, 4), ValueError, "expected zero points of shape"),
+        (lambda: ops.awq_to_marlin_zero_points(WORDS, 32, 64, 4), ValueError, "expected zero points of shape"),
+        (lambda: ops.gptq_to_marlin_zero_points(WORDS[:, :4], 32, 32, 4), ValueError, "not a multiple of 64"),
         (lambda: ops.normalize_e4m3fn_to_e4m3fnuz(BF16, torch.ones(1)), TypeError, "found torch.bfloat16"),
         (lambda: ops.normalize_e4m3fn_to_e4m3fnuz(FP8, torch.tensor([3e38])), ValueError, "becomes infinite"),
         (

@@ -368,6 +368,8 @@ def test_command_packs_what_load_reads_and_verifies(
     assert document["fingerprint"]["dtype"] == "bfloat16"
     assert main(["load", str(out), "--tp-size", "2", "--tp-rank", "1", "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verify"]["different"] == []
+    assert main(["load", str(out)]) == 1
+    assert "expected tp_size 1, found 2" in capsys.readouterr().err
     assert main(["pack", str(model_folder), str(out), "--tp-size", "2"]) == 1
     assert "is there already" in capsys.readouterr().err
 

@@ -125,6 +125,59 @@ def test_an_fp8_config_that_cannot_be_is_refused(fields: dict[str, Any], message
         read_quantization(ModelConfig({"quantization_config": {"quant_method": "fp8"} | fields}))
 
 
+GROUP = {"targets": ["Linear"], "weights": FLOAT8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("fp8", {"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head'; expected a list of names of layers"),
+        ("fp8", {"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\]; expected a list of names"),
+        ("compressed-tensors", {"ignore": 3}, "ignore is 3; expected a list of names"),
+        ("compressed-tensors", {"config_groups": [1]}, r"config_groups is \[1\]; expected an object"),
+        ("compressed-tensors", {"config_groups": {"g": 1}}, "g is 1; expected an object"),
+        ("compressed-tensors", {"config_groups": {"g": GROUP | {"targets": "Linear"}}}, "config_groups: g: targets is"),
+        (
+            "compressed-tensors",
+            {"config_groups": {"g": GROUP | {"input_activations": "x"}}},
+            "config_groups: g: input_activations is 'x'; expected an object",
+        ),
+        (
+            "compressed-tensors",
+            {"config_groups": {"g": GROUP | {"weights": FLOAT8 | {"num_bits": "eight"}}}},
+            "config_groups: g: num_bits is 'eight'; expected int",
+        ),
+        (
+            "compressed-tensors",
+            {"config_groups": {"g": GROUP | {"weights": FLOAT8 | {"strategy": "block"}}}},
+            "config_groups: g: block_structure is missing",
+        ),
+        ("compressed-tensors", {"kv_cache_scheme": "fp8"}, "kv_cache_scheme is 'fp8'; expected an object"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": ["x"]}, "quantized_layers is .*an object"),
+        (
+            "modelopt",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+            "a is 'FP8'; expected an obj",
+        ),
+        (
+            "modelopt",
+            {"quant_algo": "FP8", "exclude_modules": "lm_head"},
+            "exclude_modules is 'lm_head'; expected a li",
+        ),
+        ("torchao", {"quant_type": {"default": {"_type": ["x"]}}}, "quant_type is .*; expected an object 'default'"),
+        (
+            "torchao",
+            {"quant_type": {"default": {"_type": "FqnToConfig", "_data": "x"}}},
+            "_data is 'x'; expected an obj",
+        ),
+        ("fbgemm_fp8", {"activation_scale_ub": float("nan")}, "activation_scale_ub is nan; expected a number above 0"),
+    ],
+)
+def test_a_config_with_fields_of_other_types_is_refused(kind: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_quantization(ModelConfig({"quantization_config": {"quant_method": kind} | fields}))
+
+
 # ---- names of layers
 
 

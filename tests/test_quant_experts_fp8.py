@@ -205,6 +205,17 @@ def test_int8_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         assert all(map(torch.equal, layer.quant_method.dequantize(layer), experts.expected(layer)))
 
 
+@pytest.mark.parametrize("target", ["plain", "fnuz", "marlin"])
+def test_rank_without_experts_has_nothing_to_load_and_nothing_to_add(tmp_path: Path, target: str) -> None:
+    experts = experts_of("tensor")
+    make = functools.partial(make_layer, experts.sizes, method_of("tensor", target, static_input=True), (0, 1, 5, 6))
+    layer = load_both_ways(make, experts.stored("each"), tmp_path)
+    w13, w2 = layer.quant_method.dequantize(layer)
+    assert (tuple(w13.shape), tuple(w2.shape)) == ((0, 512, 128), (0, 128, 256))
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    assert torch.equal(layer(x, torch.zeros(3, 4)), torch.zeros_like(x))
+
+
 def test_missing_scale_is_a_gap_of_the_parameter(tmp_path: Path) -> None:
     stored = experts_of("tensor").stored("each")
     del stored["1.up_proj.weight_scale"]

@@ -79,6 +79,15 @@ def test_gate_and_up_with_different_scales_have_no_form_for_marlin() -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_scale_of_a_tensor_that_is_no_divisor_has_no_form_for_marlin(value: float) -> None:
+    layer = make_layer((4, 128, 256), functools.partial(METHODS["nvfp4"], target="marlin"))
+    stored = experts_of("nvfp4", largest=1.0).stored("each")
+    load_eagerly(layer, stored | {"2.down_proj.weight_global_scale": torch.tensor(value)})
+    with pytest.raises(CheckpointError, match="above 0 in w2_weight_global_scale of expert 2, found"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
 def test_scales_for_marlin_are_loaded_again_all_or_none() -> None:
     layer = make_layer((4, 128, 256), functools.partial(METHODS["nvfp4"], target="marlin"))
     stored = experts_of("nvfp4", largest=1.0).stored("each")

@@ -32,6 +32,7 @@ from weightlift.model.quantization.base import Target
 from weightlift.model.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from weightlift.model.quantization.mxfp8 import Mxfp8LinearMethod
 from weightlift.model.skeleton import load_model
+from weightlift.model.vocab import ParallelLMHead
 
 FP8 = torch.float8_e4m3fn
 RANKS = [ParallelConfig(), ParallelConfig(tp_rank=0, tp_size=2), ParallelConfig(tp_rank=1, tp_size=2)]
@@ -427,14 +428,47 @@ def test_a_scale_of_a_fused_layer_that_is_one_on_disk_is_that_of_all_parts() -> 
     assert torch.equal(weight_of(layer), weight.float() * 0.25)
 
 
+@pytest.mark.parametrize("target", ["plain", "fnuz", "marlin"])
+@pytest.mark.parametrize("first", [1.0, None])
 @pytest.mark.parametrize("scale", [float("nan"), -1.0, float("inf")])
-def test_a_scale_that_is_no_positive_number_is_an_error(scale: float) -> None:
-    method = Fp8LinearMethod("m", strategy="tensor")
-    layer = MergedColumnParallelLinear(32, [64, 64], bias=False, quant_config=Given(method), parallel=RANKS[0])
-    for part, value in enumerate((1.0, scale)):
+def test_a_scale_that_is_no_positive_number_is_an_error(scale: float, first: float | None, target: Target) -> None:
+    method = Fp8LinearMethod("m", strategy="tensor", target=target)
+    layer = MergedColumnParallelLinear(
+        32, [64, 64], bias=False, params_dtype=torch.bfloat16, quant_config=Given(method), parallel=RANKS[0]
+    )
+    for part, value in enumerate((scale if first is None else first, scale)):
         fill(layer, {"weight": torch.ones(64, 32).to(FP8), "weight_scale": torch.tensor(value)}, part)
-    with pytest.raises(ValueError, match="m: weight_scale: requantize_with_max_scale"):
+    with pytest.raises(ValueError, match=r"m: weight_scale: a scale is .*; it must be finite and not negative"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), -1.0, float("inf")])
+def test_an_input_scale_that_is_no_positive_number_is_an_error(scale: float) -> None:
+    method = Fp8LinearMethod("m", strategy="channel", is_static=True)
+    layer = single(method, 64, 64)
+    fill(layer, {"input_scale": torch.tensor(scale)})
+    with pytest.raises(ValueError, match=r"m: input_scale: a scale is .*; it must be finite and not negative"):
+        method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("target", ["plain", "fnuz", "marlin"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_weights_of_another_dtype_are_refused(target: Target, dtype: torch.dtype) -> None:
+    layer = single(Fp8LinearMethod("m", strategy="channel", target=target), 64, 64)
+    with pytest.raises(CheckpointMismatchError, match=f"m.weight: Tried to load weights of dtype {dtype} to a param"):
+        fill(layer, {"weight": torch.ones(64, 64).to(dtype)})
+
+
+@pytest.mark.parametrize("target", ["plain", "fnuz", "marlin"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+def test_scales_that_are_no_floating_point_numbers_are_refused(
+    strategy: Any, target: Target, dtype: torch.dtype
+) -> None:
+    layer = single(Fp8LinearMethod("m", strategy=strategy, target=target), 64, 64)
+    scale = torch.ones(()) if strategy == "tensor" else torch.ones(64, 1)
+    with pytest.raises(CheckpointMismatchError, match=f"m.weight_scale: Tried to load weights of dtype {dtype}"):
+        fill(layer, {"weight_scale": scale.to(dtype)})
 
 
 def test_a_scale_beyond_what_marlin_can_hold_is_refused() -> None:
@@ -453,6 +487,23 @@ def test_marlin_has_no_groups_of_other_sizes() -> None:
         ValueError, match="m: weight quantization block_k = 256 is not one that Marlin has: 32, 64, 128"
     ):
         Fp8LinearMethod("m", strategy="block", block_size=(128, 256), target="marlin")
+
+
+@pytest.mark.parametrize(("strategy", "block_size"), [("tensor", None), ("channel", None), ("block", (32, 64))])
+def test_padding_of_a_head_for_marlin_stands_for_nothing(strategy: Any, block_size: Any) -> None:
+    method = Fp8LinearMethod("lm_head", strategy=strategy, block_size=block_size, target="marlin")
+    head: Any = ParallelLMHead(
+        100, 64, params_dtype=torch.bfloat16, quant_config=Given(method), prefix="lm_head", parallel=RANKS[2]
+    )
+    weight, shape = torch.randn(100, 64).to(FP8), {"tensor": (1,), "channel": (100, 1), "block": (4, 1)}[strategy]
+    scale = torch.rand(shape).bfloat16()
+    for parameter, tensor in ((head.weight, weight), (head.weight_scale, scale)):
+        parameter.data.view(torch.uint8).fill_(0x55)
+        parameter.weight_loader(parameter, tensor)
+    spread = scale.repeat_interleave(32, 0)[:100] if strategy == "block" else scale
+    expected = torch.zeros(64, 64)
+    expected[:36] = (weight.float() * spread.float())[64:]
+    assert torch.equal(weight_of(head), expected)
 
 
 def test_a_whole_model_with_inverse_block_scales(

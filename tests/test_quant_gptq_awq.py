@@ -13,6 +13,7 @@ from quant_models import INPUTS, load_both_ways, plain_twin, quantized_layers, r
 from quant_packed import expanded, pack_awq, pack_rows, quantize_checkpoint, quantized, unpack_awq, unpack_rows
 from torch import Tensor
 
+from weightlift import CheckpointError
 from weightlift.model.linear import ReplicatedLinear, UnquantizedLinearMethod
 from weightlift.model.parallel import ParallelConfig
 from weightlift.model.quantization.awq import AWQConfig, AWQLinearMethod
@@ -128,6 +129,31 @@ def test_a_head_may_be_quantised(shared_checkpoints: Path, tmp_path: Path, metho
     assert torch.equal(weight_of(model.lm_head), twin.lm_head.weight)
 
 
+@pytest.mark.parametrize("parallel", RANKS, ids=RANK_IDS)
+@pytest.mark.parametrize(
+    ("order", "is_refused"),
+    [
+        (lambda g_idx: g_idx.flip(0), True),
+        (lambda g_idx: g_idx[torch.randperm(len(g_idx), generator=torch.Generator().manual_seed(0))].long(), True),
+        (lambda g_idx: g_idx * 0, False),
+    ],
+    ids=["reversed", "random", "zeros"],
+)
+def test_inputs_that_are_not_in_the_order_of_their_groups_are_refused(
+    shared_checkpoints: Path, tmp_path: Path, order: Any, is_refused: bool, parallel: ParallelConfig
+) -> None:
+    def quantize(weight: Tensor) -> dict[str, Tensor]:
+        parts = as_gptq(weight, 4, 64)
+        return parts | {"g_idx": order(parts["g_idx"])} if weight.shape[1] == 512 else parts
+
+    folder = quantize_checkpoint(shared_checkpoints / "llama128", tmp_path, gptq_config(4, 64), quantize)
+    if not is_refused:
+        load_both_ways(folder, parallel=parallel)
+        return
+    with pytest.raises(CheckpointError, match=r"down_proj\.g_idx: these inputs are not in the order of their groups"):
+        load_model(folder, parallel=parallel)
+
+
 # ---- golden data
 
 
@@ -159,7 +185,8 @@ def test_ranks_have_the_reference_slices(parent: str) -> None:
                 )
                 parameter.weight_loader(parameter, data.tensor(f"{parent}.ckpt_{name}{suffix}"), *shard_id)
             expected = data.expected(case)[name]
-            if expected.numel():  # upstream's AWQ makes parameters without rows where there is one group
+            # Upstream's AWQ makes parameters without rows where there is one group; g_idx is looked at and not kept.
+            if expected.numel() and name != "g_idx":
                 assert torch.equal(parameter.data, expected), f"{case}: {name}"
 
 
@@ -188,6 +215,11 @@ class Given:
         ),
         (gptq_config(4, 128, dynamic={"+:(": {}}), "no regular expression"),
         (gptq_config(4, 128, dynamic={"+:a": 8}), "'\\+:a' is for 8; expected an object"),
+        (gptq_config(4, 128, dynamic=["+:a"]), "dynamic is .*; expected an object"),
+        (gptq_config(4, 128, modules_in_block_to_quantize="q_proj"), "modules_in_block_to_quantize: found 'q_proj'"),
+        (gptq_config(4, 128, modules_in_block_to_quantize=[["q_proj", 5]]), "found 5; expected a list"),
+        (gptq_config("4", 128), "bits='4'"),  # type: ignore[arg-type]
+        (gptq_config(4, True), "group_size is True; expected a number"),
         (gptq_config(4, "128"), "group_size is '128'; expected a number"),
         (awq_config(4, "128"), "group_size is '128'; expected a number"),
         (gptq_config(4, 128, checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),

@@ -448,8 +448,10 @@ class PlanningProgram(Program):
 
     def plan_turns(self) -> None:
         """Plans the turns that are to be taken."""
-        for turn in self.turns or ():
+        self.start()
+        for turn in (self.turns or {}).values():
             turn.start(self.reserved.allocate_for)
+            self.start()  # as TurnQueue does: each is planned on its own
             self.memory.transient = max(self.memory.transient, turn.source_bytes)
 
     def fill_report(self, report: LoadReport) -> None:

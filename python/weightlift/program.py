@@ -78,8 +78,9 @@ class Program:
         # Called with the bytes that have landed, and those that are needed as far as known.
         self.on_progress: Callable[[int, int], None] | None = None
         self.tracks_coverage = False
-        # What is to be done when recording has ended, one after the other; None: there is nobody who will.
-        self.turns: list[Turn] | None = None
+        # What is to be done when recording has ended, one after the other, by a key of whoever made it; None: there is
+        # nobody who will.
+        self.turns: dict[object, Turn] | None = None
         self._file_of = {id(shard): index for index, shard in enumerate(files.shards)}
         self._ledger = _C.Ledger()
         self._pipeline: _C.Pipeline | None = None

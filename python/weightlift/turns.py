@@ -22,7 +22,8 @@ class Turn(Protocol):
         destinations: the tensors that are made of it.
     """
 
-    source_bytes: int
+    @property
+    def source_bytes(self) -> int: ...
 
     @property
     def destinations(self) -> Sequence[torch.Tensor]: ...
@@ -47,7 +48,7 @@ class TurnQueue:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._waiting = collections.deque(program.turns or ())
+        self._waiting = collections.deque((program.turns or {}).values())
         self._started: collections.deque[tuple[Turn, int]] = collections.deque()
         self._limit = max((turn.source_bytes for turn in self._waiting), default=0)
         self._held = 0

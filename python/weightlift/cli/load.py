@@ -60,7 +60,9 @@ def run(options: argparse.Namespace) -> int:
     checkpoint = source.source_of(options)
     rank = quantization.rank_of(options)
     layout = quantization.layout_of(options)
-    image = None if rank is None else PackedImage.find(checkpoint)
+    image = PackedImage.find(checkpoint)
+    if image is not None and rank is None:  # its files are those of ranks, and not tensors without a model
+        rank = ParallelConfig()
     is_cut = rank is not None and (image is not None or checkpoint.load_format == "sharded_state")
     if rank is not None and is_cut:
         make_loader = ShardedStateLoader if image is None else PackedImageLoader

@@ -57,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     else:
+        ranks = "1 rank" if len(image.states) == 1 else f"{len(image.states)} ranks"
         print(
-            f"{options.out}: {len(image.states)} ranks, {len(image.manifest.files)} files, "
+            f"{options.out}: {ranks}, {len(image.manifest.files)} files, "
             f"{format_bytes(document['bytes'])}, in {document['seconds']:.2f} s"
         )
     return 0

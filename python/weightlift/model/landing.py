@@ -39,7 +39,7 @@ def as_they_land(
     turns = TurnQueue(program)
     num_turns = len(turns)
     # After what is numbered by the program come the turns.
-    for position, turn in enumerate(program.turns or (), last + 1):
+    for position, turn in enumerate((program.turns or {}).values(), last + 1):
         numbers.update((_place(tensor), position) for tensor in turn.destinations)
     numbers.update((_place(tensor), math.inf) for tensor in late)
     modules = [] if model is None else _in_order(model, numbers)
@@ -60,17 +60,17 @@ def as_they_land(
 def _in_order(model: torch.nn.Module, numbers: Mapping[int, float]) -> list[tuple[torch.nn.Module, float]]:
     """The modules with the largest number of what is in them; ascending, children before their parents."""
     found: dict[torch.nn.Module, float] = {}
-
-    def number_of(module: torch.nn.Module) -> float:
-        if module not in found:
-            places = itertools.chain(module._parameters.values(), module._buffers.values(), vars(module).values())
-            own = [numbers.get(_place(value), -1) for value in places if isinstance(value, torch.Tensor)]
-            largest = max([-1, *own, *map(number_of, module.children())])
-            found[module] = largest
-        return found[module]
-
-    number_of(model)
+    _find_number(model, numbers, found)
     return sorted(found.items(), key=lambda pair: pair[1])
+
+
+def _find_number(module: torch.nn.Module, numbers: Mapping[int, float], found: dict[torch.nn.Module, float]) -> float:
+    if module not in found:
+        places = itertools.chain(module._parameters.values(), module._buffers.values(), vars(module).values())
+        own = [numbers.get(_place(value), -1) for value in places if isinstance(value, torch.Tensor)]
+        largest = max([-1, *own, *(_find_number(child, numbers, found) for child in module.children())])
+        found[module] = largest
+    return found[module]
 
 
 def _place(tensor: torch.Tensor) -> int:

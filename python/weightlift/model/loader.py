@@ -78,7 +78,8 @@ def fast_load(
         progress: shows a bar on stderr.
         on_module_loaded: called once for each module of the model, on this thread, when all that goes into it and its
             children has landed; what goes into other modules is read meanwhile. It may change the module, its
-            parameters too. Children come before their parents, and modules with tied parameters last.
+            parameters too. Children come before their parents, and modules with tied parameters last. Of others it sees
+            what is on disk, which is read when it looks; but not yet weights that are quantised whole while loading.
             `PostProcessing().process_layer` is one.
 
     Returns:
@@ -243,7 +244,7 @@ def _load(
     report = compare(direct.keys() | owned, strict=strict)
     program.name_destinations({**targets, **direct}.items())
     program.track_coverage()
-    program.turns = []
+    program.turns = {}
     # Whole tensors are known to cover their parameters. What other loaders do is known when they have run: until then,
     # but not for long, reading waits, so that a gap is found before it.
     looks = bool(cut) or has_owners

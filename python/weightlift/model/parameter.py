@@ -276,21 +276,21 @@ def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
     """
     if target.dtype in _EXPONENTS and source.dtype in _EXPONENTS:
         source = source.view(target.dtype)
-    elif not _converts(source.dtype, target.dtype):
-        raise UnfitWeightError(
-            f"Tried to load weights of dtype {source.dtype} to a parameter of dtype {target.dtype}, in which their "
-            "numbers mean something else"
-        )
+    check_dtype(source, target.dtype)
     target.copy_(source)
 
 
-def _converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether what is a number in one dtype is the same number in the other, but for rounding."""
-    if source == target:
-        return True
-    if not source.is_floating_point:  # zero points, sizes
-        return target in (torch.int32, torch.int64)
-    return target.is_floating_point and target.itemsize > 1
+def check_dtype(source: torch.Tensor, target: torch.dtype) -> None:
+    """Raises UnfitWeightError where the source's numbers are not the same, but for rounding, in the other dtype."""
+    found = source.dtype
+    # Integers are zero points and sizes.
+    widened = target.is_floating_point and target.itemsize > 1
+    converts = widened if found.is_floating_point else target in (torch.int32, torch.int64)
+    if found != target and not converts:
+        raise UnfitWeightError(
+            f"Tried to load weights of dtype {found} to a parameter of dtype {target}, in which their numbers mean "
+            "something else"
+        )
 
 
 @contextlib.contextmanager

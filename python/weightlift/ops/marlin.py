@@ -473,14 +473,8 @@ def swizzle_blockscale(scale: torch.Tensor) -> torch.Tensor:
 # ---- zero points
 
 
-def _unpack_columns(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Words (G, N * num_bits / 32), lowest bits first, as int32 values (G, N)."""
-    fields = [(packed >> shift) & ((1 << num_bits) - 1) for shift in range(0, 32, num_bits)]
-    return torch.stack(fields, dim=-1).flatten(1)
-
-
 def _pack_columns(values: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The other way round."""
+    """Values (G, N) as words, int32 (G, N * num_bits / 32), lowest bits first."""
     per_word = 32 // num_bits
     words = values[:, ::per_word].to(torch.int32)
     for i in range(1, per_word):
@@ -518,13 +512,48 @@ def awq_to_marlin_zero_points(
     """
     name = "awq_to_marlin_zero_points"
     require(num_bits in _AWQ_ORDER, f"{name}: num_bits must be 4 or 8, found {num_bits}")
-    require_dtype(name, q_zp_packed, torch.int32)
+    return _reorder_zero_points(name, q_zp_packed, size_k, size_n, num_bits, _AWQ_ORDER[num_bits], is_a_8bit)
+
+
+def gptq_to_marlin_zero_points(
+    q_zp_packed: torch.Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+) -> torch.Tensor:
+    """The same of zero points whose words have the columns one after the other, the first in the lowest bits.
+
+    They are what is subtracted: GPTQ's own, of `checkpoint_format` "gptq", are one less than that.
+    """
+    name = "gptq_to_marlin_zero_points"
+    require(num_bits in _AWQ_ORDER, f"{name}: num_bits must be 4 or 8, found {num_bits}")
+    return _reorder_zero_points(name, q_zp_packed, size_k, size_n, num_bits, range(32 // num_bits), is_a_8bit)
+
+
+def _reorder_zero_points(
+    name: str,
+    packed: torch.Tensor,
+    size_k: int,
+    size_n: int,
+    num_bits: int,
+    order: Sequence[int],
+    is_a_8bit: bool,
+) -> torch.Tensor:
+    """`order` says which column of a word is in each of its fields, from the lowest bits up."""
+    require_dtype(name, packed, torch.int32)
     expected = (size_k, size_n * num_bits // 32)
     require(
-        tuple(q_zp_packed.shape) == expected,
-        f"{name}: expected zero points of shape {expected}, found {tuple(q_zp_packed.shape)}",
+        tuple(packed.shape) == expected,
+        f"{name}: expected zero points of shape {expected}, found {tuple(packed.shape)}",
     )
-    order = _AWQ_ORDER[num_bits]
-    in_order = [order.index(column) for column in range(len(order))]
-    values = _permute_columns(name, _unpack_columns(q_zp_packed, num_bits), in_order)
-    return marlin_zero_points(values, size_k, size_n, num_bits, is_a_8bit)
+    block = len(_GROUPED)
+    require(size_n % block == 0, f"{name}: N = {size_n} is not a multiple of {block}")
+    per_word, mask = 32 // num_bits, (1 << num_bits) - 1
+    to_order = range(per_word) if is_a_8bit else _AWQ_ORDER[num_bits]
+    # The words of a block, and each of all blocks at once: values are moved between them without being unpacked.
+    words = torch.unflatten(packed, 1, (-1, block // per_word)).movedim(2, 0).contiguous()
+    result = torch.zeros_like(words)
+    for field, place in enumerate(to_order):
+        columns = _GROUPED[place::per_word]  # of each word of the result, what is in this field
+        shifts = [list(order).index(column % per_word) * num_bits for column in columns]
+        by = torch.tensor(shifts, dtype=torch.int32, device=words.device).view(-1, 1, 1)
+        values = (words[[column // per_word for column in columns]] >> by) & mask
+        result |= values << (field * num_bits)
+    return result.movedim(0, 2).flatten(1)

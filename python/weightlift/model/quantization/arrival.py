@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from ... import ops
-from ..parameter import UnfitWeightError, copy_weight
+from ..parameter import UnfitWeightError, check_dtype, copy_weight
 from .packed import AWQ_ORDER, TILE_K, TILE_N, in_each, inverse, marlin_pack, marlin_unpack, unpack_awq, unpack_words
 
 # How a weight's values lie in words: along K, (K / values of a word, N); along N, interleaved, (K, N / values of a
@@ -86,6 +86,7 @@ def fnuz_weight(shape: Sequence[int]) -> Converted:
 
 
 def _to_fnuz(weight: torch.Tensor) -> torch.Tensor:
+    check_dtype(weight, torch.float8_e4m3fn)  # one in e4m3fnuz would stay as it is, and its scales be doubled
     return ops.normalize_e4m3fn_to_e4m3fnuz(weight, torch.ones((), device="cpu"))[0]
 
 
@@ -234,7 +235,7 @@ class MarlinWeight(MarlinLayout):
             output_dim=0 if packing == "nk" else 1,
             outputs_per_item=per_item if packing == "awq" else 1,
         )
-        self.packing, self.num_bits = packing, num_bits
+        self.packing, self.num_bits, self.source_dtype = packing, num_bits, source_dtype
         self.source_shape = {
             "gptq": (size_k // per_item, size_n),
             "awq": (size_k, size_n // per_item),
@@ -251,6 +252,7 @@ class MarlinWeight(MarlinLayout):
         window.copy_(self._repack(part, width))
 
     def _repack(self, part: torch.Tensor, width: int) -> torch.Tensor:
+        check_dtype(part, self.source_dtype)
         repack = {
             "gptq": ops.gptq_marlin_repack,
             "awq": ops.awq_marlin_repack,
@@ -317,6 +319,7 @@ class MarlinScales(MarlinLayout):
         values = part.T if self.is_transposed else part
         if self.dtype.itemsize == 1:
             return values.view(torch.uint8)
+        check_dtype(values, self.dtype)
         return values.to(self.dtype)
 
     def _fill(self, window: torch.Tensor, part: torch.Tensor, width: int) -> None:
@@ -378,6 +381,13 @@ class MarlinZeroPoints(MarlinLayout):
         if self.packing == "gptq":
             return unpack_words(part, self.num_bits, 1)
         return unpack_words(part, self.num_bits, 0).T
+
+    def _fill(self, window: torch.Tensor, part: torch.Tensor, width: int) -> None:
+        words = part.T if self.packing == "nk" else part
+        rows, columns = self._padded_rows, self._position(width)
+        words = torch.nn.functional.pad(words, (0, columns - words.shape[1], 0, rows - words.shape[0]))
+        convert = ops.awq_to_marlin_zero_points if self.packing == "awq" else ops.gptq_to_marlin_zero_points
+        window.copy_(convert(words, rows, width, self.num_bits))
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         return ops.marlin_zero_points(values, values.shape[0], values.shape[1], self.num_bits)

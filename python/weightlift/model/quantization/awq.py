@@ -41,8 +41,8 @@ class AWQConfig(QuantizationConfig):
     ) -> None:
         super().__init__(target=target, ignored=ignored)
         if bits not in (4, 8):
-            raise ValueError(f"Unsupported num_bits = {bits}. Supported: 4, 8.")
-        if not isinstance(group_size, int):
+            raise ValueError(f"Unsupported num_bits = {bits!r}. Supported: 4, 8.")
+        if type(group_size) is not int:
             raise ValueError(f"group_size is {group_size!r}; expected a number")
         self.bits = bits
         self.group_size = group_size
@@ -58,7 +58,7 @@ class AWQConfig(QuantizationConfig):
         version = str(config.get("version") or "gemm").lower()
         if version != "gemm":
             raise ValueError(f"version is {version!r}; accepted is 'gemm', whose weights are packed along the outputs")
-        ignored = LayerNames(config.get("modules_to_not_convert") or (), "path")
+        ignored = LayerNames.of_config(config, "modules_to_not_convert", match="path")
         return cls(
             target=target,
             ignored=ignored,

@@ -198,14 +198,25 @@ class QuantizedLinearMethod(LinearMethodBase):
         return F.linear(x, self.dequantize(layer).to(x.dtype), bias)
 
     def check_loaded(self, name: str, scales: torch.Tensor) -> None:
-        """Raises ValueError: parts whose scale is still `UNSET`."""
+        """Raises ValueError: parts whose scale is still `UNSET`, or is no number that a scale can be."""
         missing = [str(part) for part, scale in enumerate(scales.tolist()) if scale == UNSET]
         if missing:
             raise self.error(f"{name}: the checkpoint has no scale for part {', '.join(missing)} of {len(scales)}")
+        wrong = [scale for scale in scales.tolist() if not 0 <= scale < float("inf")]
+        if wrong:
+            raise self.error(f"{name}: a scale is {wrong[0]}; it must be finite and not negative")
 
     def error(self, problem: str) -> ValueError:
         """The error to raise for what this layer cannot be."""
         return ValueError(f"{self.prefix}: {problem}")
+
+
+def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field of a config that is an object; an empty one where it is not there. Raises ValueError: it is none."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}; expected an object")
+    return value or {}
 
 
 def parts_of_experts(layer: FusedMoE, prefix: str) -> list[str]:

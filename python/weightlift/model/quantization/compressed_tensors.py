@@ -14,7 +14,7 @@ import torch
 from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, UnquantizedLinearMethod
 from ..mapping import WeightsMapper
 from ..vocab import ParallelLMHead
-from .base import QuantizationConfig, Target, parts_of_experts
+from .base import QuantizationConfig, Target, parts_of_experts, read_object
 from .fp8 import Fp8LinearMethod, read_block_size
 from .int8 import Int8LinearMethod
 from .kv_cache import BaseKVCacheMethod
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..experts import FusedMoE
+
+
+# Of QuantizationArgs, which fields have one type; any may be null.
+_KINDS = {"num_bits": int, "group_size": int, "strategy": str}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Scheme:
 
     @property
     def type(self) -> str:
-        return str(self.weights.get("type", "int"))
+        return str(self.weights.get("type") or "int")
 
     @property
     def num_bits(self) -> int:
-        return int(self.weights.get("num_bits", 8))
+        return int(self.weights.get("num_bits") or 8)
 
     @property
     def strategy(self) -> Any:
@@ -100,7 +104,6 @@ class CompressedTensorsConfig(QuantizationConfig):
     Args:
         groups: for each of `config_groups`, what names its layers, and its scheme. A layer belongs to the first that
             names it; if none does, to the first that has the name of its class.
-        kv_cache_scheme: of the KV cache.
     """
 
     name = "compressed-tensors"
@@ -109,34 +112,36 @@ class CompressedTensorsConfig(QuantizationConfig):
         self,
         groups: Sequence[tuple[LayerNames, Scheme]],
         *,
-        kv_cache_scheme: Mapping[str, Any] | None = None,
         target: Target = "plain",
         ignored: LayerNames | None = None,
     ) -> None:
         super().__init__(target=target, ignored=ignored)
         self.groups = list(groups)
-        self.kv_cache_scheme = kv_cache_scheme
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, target: Target = "plain") -> Self:
         for name in ("sparsity_config", "transform_config"):
-            section = config.get(name) or {}
+            section = read_object(config, name)
             if section.get("targets") or section.get("config_groups"):
                 raise ValueError(f"{name}: weights that are sparse, or transformed, cannot be loaded")
         groups = []
-        for group_name, group in (config.get("config_groups") or {}).items():
-            targets, weights = group.get("targets") or [], group.get("weights")
-            # Attention has no weights of its own; its scales are those of the KV cache.
-            if weights is None or all(str(entry).endswith("Attention") for entry in targets):
-                continue
-            _check_weights(group_name, weights)
-            scheme = Scheme(weights, group.get("input_activations"), group.get("format") or config.get("format") or "")
-            groups.append((LayerNames(targets), scheme))
-        kv_cache_scheme = config.get("kv_cache_scheme")
-        if kv_cache_scheme is not None:
-            _check_cache(kv_cache_scheme)
-        ignored = LayerNames(config.get("ignore") or ())
-        return cls(groups, kv_cache_scheme=kv_cache_scheme, target=target, ignored=ignored)
+        config_groups = read_object(config, "config_groups")
+        for group_name in config_groups:
+            group = read_object(config_groups, group_name)
+            try:
+                targets = LayerNames.of_config(group, "targets")
+                weights = read_object(group, "weights")
+                # Attention has no weights of its own; its scales are those of the KV cache.
+                if not weights or all(entry.endswith("Attention") for entry in targets):
+                    continue
+                _check_weights(weights)
+                activations = read_object(group, "input_activations") or None
+            except ValueError as error:
+                raise ValueError(f"config_groups: {group_name}: {error}") from None
+            scheme = Scheme(weights, activations, str(group.get("format") or config.get("format") or ""))
+            groups.append((targets, scheme))
+        _check_cache(read_object(config, "kv_cache_scheme"))
+        return cls(groups, target=target, ignored=LayerNames.of_config(config, "ignore"))
 
     def apply_mapper(self, mapper: WeightsMapper | None) -> None:
         super().apply_mapper(mapper)
@@ -259,16 +264,19 @@ class CompressedTensorsConfig(QuantizationConfig):
         return BaseKVCacheMethod(is_fnuz=self.target == "fnuz")
 
 
-def _check_weights(group_name: str, weights: Any) -> None:
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"config_groups: {group_name}: weights is {weights!r}; expected an object")
+def _check_weights(weights: Mapping[str, Any]) -> None:
+    for name, kind in _KINDS.items():
+        if not isinstance(weights.get(name), (kind, type(None))):
+            raise ValueError(f"{name} is {weights[name]!r}; expected {kind.__name__}")
+    if weights.get("strategy") == "block" and read_block_size(weights.get("block_structure")) is None:
+        raise ValueError("block_structure is missing, the rows and columns that share a scale")
     if weights.get("actorder") in ("group", "dynamic"):
         raise ValueError(
             f"Compressed-tensors group/dynamic activation ordering (actorder={weights['actorder']!r}) is no longer "
             "supported. Use a checkpoint with static/weight activation ordering or without activation ordering."
         )
     if weights.get("dynamic"):
-        raise ValueError(f"config_groups: {group_name}: weights are quantised as the model runs; expected them on disk")
+        raise ValueError("weights are quantised as the model runs; expected them on disk")
 
 
 def _check_cache(scheme: Mapping[str, Any]) -> None:

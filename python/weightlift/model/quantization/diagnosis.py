@@ -70,13 +70,16 @@ def likely_causes(
 ) -> list[str]:
     """Sentences, each with the name of a tensor, what was expected, what was found, and what to do about it."""
     facts = _Facts(error, model, entries, mapper)
-    causes = [facts.of_parts(), facts.of_sizes()]
-    if facts.config is None:
+    causes = [facts.of_parts()]
+    if facts.config_name == "online":
+        causes.append(facts.of_online())
+    elif facts.config is None:
         causes.append(facts.of_no_config())
     elif not facts.is_quantised:
-        causes.append(facts.of_plain_checkpoint())
+        causes += [facts.of_sizes(), facts.of_plain_checkpoint()]
     else:
         causes += [
+            facts.of_sizes(),
             facts.of_names(),
             facts.of_act_order(),
             facts.of_activations(),
@@ -118,11 +121,18 @@ class _Facts:
             if entry.name in unexpected and _leaf(target) in _OF_QUANTISED
         }
         self.missing = [name for name in error.missing_keys if _leaf(name) in (*_OF_QUANTISED, "weight")]
-        self.is_quantised = any(
-            _leaf(name) in _OF_QUANTISED or (_leaf(name) == "weight" and entry.dtype.itemsize == 1)
-            for name, entry in entries.items()
-        )
+        self.is_quantised = any(_is_of_quantised(name, entry) for name, entry in entries.items())
         self.stacked = {} if mapper is None else mapper.orig_to_new_stacked
+
+    def of_online(self) -> str:
+        """Of a checkpoint that is quantised, and was to be quantised while it is loaded."""
+        found = [name for name, entry in self.entries.items() if _is_of_quantised(name, entry)]
+        if not found:
+            return ""
+        return (
+            f"The checkpoint is quantised: it has {printable(min(found, key=natural_key))}. `quantization` is for "
+            "weights in floating point: leave it out, and take the config.json that belongs to the weights."
+        )
 
     def of_no_config(self) -> str:
         """Of a checkpoint that is quantised and a model that is not."""
@@ -331,6 +341,10 @@ class _Facts:
             sum(getattr(layer, "output_partition_sizes", [])),
         )
         return _granularity(_source_shape(getattr(layer, leaf, None)), outputs, inputs, leaf) if inputs else ""
+
+
+def _is_of_quantised(name: str, entry: TensorEntry) -> bool:
+    return _leaf(name) in _OF_QUANTISED or (_leaf(name) == "weight" and entry.dtype.itemsize == 1)
 
 
 def _source_shape(parameter: Any) -> tuple[int, ...]:

@@ -60,10 +60,14 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         return w13, self.dequantize_projection(layer, "w2", position, 0)
 
     def dequantize(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of all experts of the rank, stacked."""
-        weights = [self.dequantize_expert(layer, position) for position in range(layer.local_num_experts)]
-        w13, w2 = zip(*weights, strict=True)
-        return torch.stack(w13), torch.stack(w2)
+        """Those of all experts of the rank, stacked; of a rank without experts, with none."""
+        hidden_size, intermediate_size = layer.hidden_size, layer.intermediate_size_per_partition
+        count, like = layer.local_num_experts, {"dtype": torch.float32, "device": next(layer.parameters()).device}
+        w13 = torch.empty(count, layer.w13_num_shards * intermediate_size, hidden_size, **like)
+        w2 = torch.empty(count, hidden_size, intermediate_size, **like)
+        for position in range(count):
+            w13[position], w2[position] = self.dequantize_expert(layer, position)
+        return w13, w2
 
     def apply(self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         def weights_of(position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from ..postprocess import is_weights_pre_processed
 from .arrival import MarlinScales, MarlinWeight
 from .base import Target
 from .experts import QuantizedFusedMoEMethod
-from .fp4 import decode_nvfp4_scales, e2m1_values
+from .fp4 import convert_nvfp4_scales, decode_nvfp4_scales, e2m1_values
 from .packed import unpack_words
 
 
@@ -36,8 +36,6 @@ class MxMoEMethod(QuantizedFusedMoEMethod):
     group_size: ClassVar[int] = 32
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e8m0fnu
     weight_name: ClassVar[str] = "weight_packed"
-    # Of scales for Marlin as they land.
-    is_interleaved: ClassVar[bool] = True
     targets: ClassVar[tuple[Target, ...]] = ("plain", "marlin")
 
     def __init__(self, layer: Any, *, target: Target = "plain") -> None:
@@ -59,9 +57,7 @@ class MxMoEMethod(QuantizedFusedMoEMethod):
         for name, count, size_n, size_k in self.projections_of(layer, hidden_size, intermediate_size_per_partition):
             sizes: dict[str, Any] = {"size_n": size_n, "size_k": size_k, "group_size": self.group_size}
             tiles = MarlinWeight("nk", num_bits=self.num_bits, source_dtype=dtype, **sizes)
-            scales = MarlinScales(
-                dtype=self.scale_dtype, is_transposed=True, is_interleaved=self.is_interleaved, **sizes
-            )
+            scales = MarlinScales(dtype=self.scale_dtype, is_transposed=True, is_interleaved=True, **sizes)
             along: dict[str, Any] = {"count": count, "output_dim": 0, **extra_weight_attrs}
             self.add_for_target(layer, f"{name}_{self.weight_name}", tiles, dtype, **along)
             along["quant_method"] = "group"
@@ -112,7 +108,6 @@ class NvFp4MoEMethod(MxMoEMethod):
 
     group_size: ClassVar[int] = 16
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    is_interleaved: ClassVar[bool] = False  # comes with the conversion
     supports_pre_processed_weights = True
 
     def __init__(
@@ -174,8 +169,8 @@ class NvFp4MoEMethod(MxMoEMethod):
         """Brings scales into Marlin's form.
 
         Raises:
-            CheckpointError: gate and up projection have different scales of the tensor; scales are negative or NaN;
-                not all have been loaded, or loaded again.
+            CheckpointError: gate and up projection have different scales of the tensor; these are not finite numbers
+                above 0; others are negative or NaN; not all have been loaded, or loaded again.
         """
         if self.target != "marlin" or is_weights_pre_processed() or not self._landed:
             return
@@ -194,6 +189,11 @@ class NvFp4MoEMethod(MxMoEMethod):
             )
             for position, expert in enumerate(layer.local_experts):
                 of_tensor = global_scales[position].reshape(-1)
+                if not bool(((of_tensor > 0) & (of_tensor < torch.inf)).all()):
+                    raise self._mismatch(
+                        f"expected finite numbers above 0 in {start}_{self._global_scale} of expert {expert}, found "
+                        f"{of_tensor.tolist()}"
+                    )
                 if bool((of_tensor != of_tensor[0]).any()):
                     raise self._mismatch(
                         f"gate and up projection of expert {expert} have different {self._global_scale}, "
@@ -202,10 +202,9 @@ class NvFp4MoEMethod(MxMoEMethod):
                 multiplier = of_tensor if self.is_modelopt else 1 / of_tensor
                 dtype = layer.params_dtype
                 try:
-                    converted, factor = ops.nvfp4_marlin_process_scales(scales[position].to(dtype), a_dtype=dtype)
+                    factor = convert_nvfp4_scales(scales[position], dtype)
                 except ValueError as error:
                     raise self._mismatch(f"{start}_weight_scale of expert {expert}: {error}") from None
-                scales[position].copy_(converted)
                 of_tensor.copy_(ops.nvfp4_marlin_process_global_scale(multiplier, dtype) / factor)
         self._landed.clear()
 

@@ -33,9 +33,10 @@ class FBGEMMFp8Config(QuantizationConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, target: Target = "plain") -> Self:
         limit = config.get("activation_scale_ub")
-        if not isinstance(limit, (int, float)):
-            raise ValueError(f"activation_scale_ub is {limit!r}; expected a number")
-        return cls(float(limit), target=target, ignored=LayerNames(config.get("modules_to_not_convert") or (), "path"))
+        if not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
+            raise ValueError(f"activation_scale_ub is {limit!r}; expected a number above 0")
+        ignored = LayerNames.of_config(config, "modules_to_not_convert", match="path")
+        return cls(float(limit), target=target, ignored=ignored)
 
     def linear_method(self, layer: LinearBase, prefix: str) -> FBGEMMFp8LinearMethod:
         return FBGEMMFp8LinearMethod(prefix, self.input_scale_ub, target=self.target)

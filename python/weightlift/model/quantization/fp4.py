@@ -12,9 +12,10 @@ from ..parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTenso
 from ..postprocess import is_weights_pre_processed
 from .arrival import MarlinScales, MarlinWeight
 from .base import QuantizedLinearMethod, Target
-from .packed import unpack_words
+from .packed import in_each, unpack_words
 from .packed_linear import check_activations, check_groups
 
+_E4M3_MAX, _E4M3_MINUS_ZERO = 0x7E, 0x80  # codes; NaN is 0x7f, and what is negative is above
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; the highest bit is the sign
 
 
@@ -23,25 +24,55 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     return torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), device=codes.device)[codes.int()]
 
 
+def convert_nvfp4_scales(memory: torch.Tensor, dtype: torch.dtype) -> float:
+    """Makes of NVFP4's scales of groups, in place, the bytes that Marlin's kernels read.
+
+    The same as `ops.nvfp4_marlin_process_scales`, of scales that are in their final order already. A byte becomes a
+    byte, so that the op is asked for those that there are, and the rest is one look-up.
+
+    Args:
+        memory: float8_e4m3fn, as MarlinScales with `is_interleaved` has it.
+        dtype: of activations.
+
+    Returns:
+        The factor that the scale of the tensor is to be divided by.
+
+    Raises:
+        ValueError: a negative scale, or NaN.
+    """
+    codes = memory.view(torch.uint8)
+    largest = int(codes.max()) if codes.numel() else 0
+    if largest > _E4M3_MAX:
+        if bool(((codes > _E4M3_MAX) & (codes != _E4M3_MINUS_ZERO)).any()):
+            raise ValueError("scales must not be negative, nor NaN")
+        largest = int(codes.where(codes != _E4M3_MINUS_ZERO, 0).max())
+    every = torch.arange(256, device=codes.device)
+    every = torch.where(every <= largest, every, 0).to(torch.uint8).view(1, -1)
+    # The op exchanges two of four columns.
+    every = in_each(every, (0, 2, 1, 3)).view(torch.float8_e4m3fn)
+    converted, factor = ops.nvfp4_marlin_process_scales(every.to(dtype), a_dtype=dtype)
+    table = converted.view(torch.uint8).flatten()
+    codes.copy_(table.index_select(0, codes.flatten().int()).view_as(codes))
+    return factor
+
+
 def decode_nvfp4_scales(
     memory: torch.Tensor, global_scale: torch.Tensor, layout: MarlinScales, dtype: torch.dtype
 ) -> torch.Tensor:
     """The products of NVFP4's scales, of groups and of the tensor, in the form of Marlin's kernels.
 
     Args:
-        memory, global_scale: as `ops.nvfp4_marlin_process_scales` and `..._process_global_scale` have made them.
-        layout: of the scales before the former.
+        memory, global_scale: as `convert_nvfp4_scales` and `ops.nvfp4_marlin_process_global_scale` have made them.
+        layout: of the former.
         dtype: of activations.
 
     Returns:
         float32 (N, K / 16).
     """
     # Of a float16, 2^7 times the scale, bits 7 to 14: all that are not 0.
-    halves = (memory.view(torch.uint8).to(torch.int16) << 7).view(torch.float16)
-    in_order = torch.unflatten(halves, 1, (-1, 2, 2)).transpose(-1, -2).flatten(1)
-    scales: torch.Tensor = layout.decode(in_order).T.float()
+    halves = (layout.decode(memory).view(torch.uint8).to(torch.int16) << 7).view(torch.float16)
     left_out = ops.nvfp4_marlin_process_global_scale(torch.ones_like(global_scale), dtype)
-    return scales * (global_scale / left_out / 2.0**7)
+    return halves.T.float() * (global_scale / left_out / 2.0**7)
 
 
 class Fp4LinearMethod(QuantizedLinearMethod):
@@ -58,8 +89,6 @@ class Fp4LinearMethod(QuantizedLinearMethod):
     scale_dtype: ClassVar[torch.dtype]
     scale_dtype_on_disk: ClassVar[torch.dtype]
     weight_name: ClassVar[str] = "weight_packed"
-    # Of scales for Marlin as they land.
-    is_interleaved: ClassVar[bool]
 
     def create_weights(
         self,
@@ -79,9 +108,7 @@ class Fp4LinearMethod(QuantizedLinearMethod):
             check_activations(self, params_dtype)
             sizes: dict[str, Any] = {"size_n": size_n, "size_k": size_k, "group_size": self.group_size}
             tiles = MarlinWeight("nk", num_bits=4, source_dtype=torch.uint8, **sizes)
-            scales = MarlinScales(
-                dtype=self.scale_dtype, is_transposed=True, is_interleaved=self.is_interleaved, **sizes
-            )
+            scales = MarlinScales(dtype=self.scale_dtype, is_transposed=True, is_interleaved=True, **sizes)
             weight = {"data": tiles.empty(), "memory_layout": tiles}
             scale = {"data": scales.empty(), "memory_layout": scales}
         both = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
@@ -115,7 +142,6 @@ class CompressedTensorsMxFp4Method(Fp4LinearMethod):
     group_size = 32
     scale_dtype = torch.float8_e8m0fnu
     scale_dtype_on_disk = torch.uint8
-    is_interleaved = True
 
 
 class NvFp4LinearMethod(Fp4LinearMethod):
@@ -133,7 +159,6 @@ class NvFp4LinearMethod(Fp4LinearMethod):
 
     group_size = 16
     scale_dtype = scale_dtype_on_disk = torch.float8_e4m3fn
-    is_interleaved = False  # comes with the conversion
     supports_pre_processed_weights = True
 
     global_scale_name: ClassVar[str]
@@ -210,10 +235,9 @@ class NvFp4LinearMethod(Fp4LinearMethod):
             )
         scale: Any = layer.weight_scale
         try:
-            converted, factor = ops.nvfp4_marlin_process_scales(scale.data.to(self._dtype), a_dtype=self._dtype)
+            factor = convert_nvfp4_scales(scale.data, self._dtype)
         except ValueError as error:
             raise self._mismatch(f"weight_scale: {error}") from None
-        scale.data.copy_(converted)
         global_scales.copy_(ops.nvfp4_marlin_process_global_scale(self._multipliers(layer), self._dtype) / factor)
         self._landed.clear()
 

@@ -65,9 +65,8 @@ class Fp8Config(QuantizationConfig):
                 "The block-wise quantization only supports dynamic activation scheme for now, but got "
                 f"{scheme} activation scheme."
             )
-        ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
-        names = LayerNames(ignored, "path")
-        return cls(is_static=scheme == "static", block_size=block_size, target=target, ignored=names)
+        ignored = LayerNames.of_config(config, "ignored_layers", "modules_to_not_convert", match="path")
+        return cls(is_static=scheme == "static", block_size=block_size, target=target, ignored=ignored)
 
     def linear_method(self, layer: LinearBase, prefix: str) -> Fp8LinearMethod:
         return Fp8LinearMethod(
@@ -212,16 +211,13 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings parts of a fused layer to one scale. Raises ValueError: a part has none, or one that can't be."""
-        if self.strategy == "tensor" and self.target != "marlin":
-            scales = getattr(layer, self.scale_name)
+        scales = getattr(layer, self.scale_name)
+        if self.strategy == "tensor" and self.target == "marlin":
+            self.check_loaded(self.scale_name, scales[0])
+        elif self.strategy == "tensor":
             self.check_loaded(self.scale_name, scales)
             if bool((scales != scales[0]).any()):
-                try:
-                    largest, weight = ops.requantize_with_max_scale(
-                        layer.weight.data, scales.data, layer.logical_widths
-                    )
-                except ValueError as error:
-                    raise self.error(f"{self.scale_name}: {error}") from None
+                largest, weight = ops.requantize_with_max_scale(layer.weight.data, scales.data, layer.logical_widths)
                 layer.weight.data.copy_(weight)
                 scales.data.fill_(largest)
         if self.is_static:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import ops
-from ..parameter import UnfitWeightError
+from ..parameter import UnfitWeightError, check_dtype
 from .arrival import Converted, MarlinScales, MemoryLayout
 
 
@@ -19,12 +19,21 @@ def doubled_scales(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> 
         shape: of the scales.
         dtype: float32, or uint8 for exponents of powers of two.
     """
-    return Converted(shape, dtype, _double)
+    return Converted(shape, dtype, _double_numbers if dtype == torch.float32 else _double_exponents)
 
 
 def exponents(shape: Sequence[int]) -> Converted:
     """The layout of scales that are exponents of powers of two, uint8 or float8_e8m0fnu on disk: uint8."""
     return Converted(shape, torch.uint8, _as_exponents)
+
+
+def _double_numbers(scales: torch.Tensor) -> torch.Tensor:
+    check_dtype(scales, torch.float32)
+    return _double(scales)
+
+
+def _double_exponents(scales: torch.Tensor) -> torch.Tensor:
+    return _double(_as_exponents(scales))
 
 
 def _double(scales: torch.Tensor) -> torch.Tensor:
@@ -101,18 +110,25 @@ class MarlinFp8Scales(MemoryLayout):
         return self._marlin.shape
 
     def place(self, target: torch.Tensor, part: torch.Tensor, begin: Sequence[int]) -> None:
+        check_dtype(part, self.dtype)
         row, size_n = begin[0], sum(self.logical_widths)
-        if self.strategy == "tensor":
-            row = sum(self.logical_widths[: begin[0]])
-            part = part.reshape(1, 1).expand(self.logical_widths[begin[0]], 1)
-        elif self.block_size is not None:
-            row *= self.block_size[0]
-            part = part.repeat_interleave(self.block_size[0], 0)[: size_n - row]
         try:
             scales = ops.fp8_fused_exponent_bias_into_scales(part.to(self.dtype))
         except ValueError as error:
             raise UnfitWeightError(str(error)) from None
+        if self.strategy == "tensor":
+            row = sum(self.logical_widths[: begin[0]])
+            scales = scales.reshape(1, 1).expand(self.logical_widths[begin[0]], 1)
+        elif self.block_size is not None:
+            row *= self.block_size[0]
+            scales = scales.repeat_interleave(self.block_size[0], 0)[: size_n - row]
         self._marlin.place(target, scales, (row, 0))
+
+    def clear(self, target: torch.Tensor, dim: int, begin: int) -> None:
+        # Blocks end behind the outputs that they are for; the weights there are 0.
+        row = begin if self.block_size is None else begin * self.block_size[0]
+        if row < sum(self.logical_widths):
+            self._marlin.clear(target, dim, row)
 
     def decode(self, memory: torch.Tensor) -> torch.Tensor:
         """The scale of each weight: float32 [N, K]."""

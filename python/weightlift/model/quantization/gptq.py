@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ...errors import CheckpointError
 from ..experts import FusedMoE
 from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, UnquantizedLinearMethod
+from ..mapping import WeightsMapper
+from ..parameter import BasevLLMParameter
 from ..vocab import ParallelLMHead
-from .base import QuantizationConfig, Target, parts_of_experts
+from .arrival import Unused
+from .base import QuantizationConfig, Target, parts_of_experts, read_object
 from .packed_linear import PackedLinearMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _KINDS = [(4, True), (8, True)]  # (bits, sym)
+
+_NO_ACT_ORDER = "Use a checkpoint with static activation ordering or desc_act=False."
+# There are thousands of them, alike in what they say.
+_ORDERS_OF_EXPERTS = WeightsMapper(orig_to_new_regex={re.compile(r".*\.experts\..*\.g_idx$"): None})
 
 
 @dataclass(frozen=True)
@@ -30,14 +40,13 @@ class _Kind:
 
     def check(self, of: str = "") -> None:
         if (self.bits, self.sym) not in _KINDS:
-            raise ValueError(f"Unsupported quantization config: bits={self.bits}, sym={self.sym}{of}")
-        if not isinstance(self.group_size, int):
+            raise ValueError(f"Unsupported quantization config: bits={self.bits!r}, sym={self.sym!r}{of}")
+        if type(self.group_size) is not int:
             raise ValueError(f"group_size is {self.group_size!r}; expected a number{of}")
         # With one group there is nothing to order.
         if self.desc_act and self.group_size != -1:
             raise ValueError(
-                f"GPTQ group activation ordering (desc_act=True) is no longer supported{of}. Use a checkpoint with "
-                "static activation ordering or desc_act=False."
+                f"GPTQ group activation ordering (desc_act=True) is no longer supported{of}. {_NO_ACT_ORDER}"
             )
 
     def with_rule(self, rule: Mapping[str, Any]) -> _Kind:
@@ -101,13 +110,17 @@ class GPTQConfig(QuantizationConfig):
         written_as = config.get("checkpoint_format") or "gptq"
         if written_as not in ("gptq", "gptq_v2"):  # they differ in zero points, which do not count here
             raise ValueError(f"checkpoint_format is {written_as!r}; accepted is gptq and gptq_v2")
+        modules = "modules_in_block_to_quantize"
         return cls(
             target=target,
             kind=_Kind(config["bits"], config["group_size"], config["sym"], config["desc_act"]),
-            dynamic=config.get("dynamic") or {},
-            modules=list(_flat(config.get("modules_in_block_to_quantize") or [])),
+            dynamic=read_object(config, "dynamic"),
+            modules=list(_texts_in(modules, config.get(modules) or [])),
             is_head_quantized=bool(config.get("lm_head")),
         )
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        return _ORDERS_OF_EXPERTS
 
     def linear_method(self, layer: LinearBase, prefix: str) -> LinearMethodBase:
         return self._method(prefix) or UnquantizedLinearMethod()
@@ -156,16 +169,22 @@ class GPTQConfig(QuantizationConfig):
         return self.kind
 
 
-def _flat(entries: list[Any]) -> Iterator[str]:
-    for entry in entries:
-        if isinstance(entry, list):
-            yield from _flat(entry)
-        else:
+def _texts_in(field: str, value: Any) -> Iterator[str]:
+    """Those of a list, and of the lists in it. Raises ValueError: it has something else."""
+    if not isinstance(value, list):
+        raise ValueError(f"{field}: found {value!r}; expected a list of parts of the names of layers")
+    for entry in value:
+        if isinstance(entry, str):
             yield entry
+        else:
+            yield from _texts_in(field, entry)
 
 
 class GPTQLinearMethod(PackedLinearMethod):
     """`qweight` (K / per, N), `scales`, and `qzeros`, which says nothing: for Marlin it has no elements.
+
+    `g_idx`, the group of each input, is looked at and not kept, if the checkpoint has it: groups that are not one after
+    the other, though the config says so, are a CheckpointError.
 
     Args:
         prefix, target, num_bits, group_size: as for PackedLinearMethod.
@@ -177,3 +196,49 @@ class GPTQLinearMethod(PackedLinearMethod):
 
     def __init__(self, prefix: str, *, target: Target = "plain", num_bits: int, group_size: int) -> None:
         super().__init__(prefix, target=target, num_bits=num_bits, group_size=group_size, has_zero_points=False)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        super().create_weights(
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra_weight_attrs,
+        )
+        order = _InOrder(self.prefix, input_size, self.group_size)
+        layer.register_parameter(
+            "g_idx", BasevLLMParameter(data=order.empty(), memory_layout=order, **extra_weight_attrs)
+        )
+
+
+class _InOrder(Unused):
+    """The groups of all inputs, of all ranks, which are one after the other."""
+
+    def __init__(self, prefix: str, input_size: int, group_size: int) -> None:
+        super().__init__((input_size,), torch.int32)
+        self.prefix, self.group_size = prefix, group_size
+
+    def place(self, target: torch.Tensor, part: torch.Tensor, begin: Sequence[int]) -> None:
+        if self.group_size == -1:
+            return
+        in_order = torch.arange(len(part), device=part.device) // self.group_size
+        # Some tools leave zeros where there is no other order.
+        if not bool((part != in_order).any()) or not bool(part.any()):
+            return
+        raise CheckpointError(
+            "these inputs are not in the order of their groups, though the config says desc_act=False. GPTQ group "
+            f"activation ordering (desc_act=True) is no longer supported. {_NO_ACT_ORDER}",
+            tensor=f"{self.prefix}.g_idx",
+            reason="QuantizationMismatch",
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 from ..mapping import WeightsMapper
 
@@ -32,6 +32,20 @@ class LayerNames:
         self.match = match
         self._tests = {entry: _test_of(entry, match) for entry in entries}
         self._matched: set[str] = set()
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *fields: str, match: Match = "exact") -> LayerNames:
+        """Those that the first of these fields of a config has that is there and not empty.
+
+        Raises:
+            ValueError: it is no list of texts; a regular expression that is none.
+        """
+        field = next((field for field in fields if config.get(field)), None)
+        entries = () if field is None else config[field]
+        # One text, "lm_head", would be a list of letters.
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+            raise ValueError(f"{field} is {entries!r}; expected a list of names of layers")
+        return cls(entries, match)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tests)

@@ -10,7 +10,7 @@ import torch
 from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, UnquantizedLinearMethod
 from ..mapping import WeightsMapper
 from ..vocab import ParallelLMHead
-from .base import QuantizationConfig, Target, parts_of_experts
+from .base import QuantizationConfig, Target, parts_of_experts, read_object
 from .fp8 import Fp8LinearMethod, Strategy
 from .kv_cache import BaseKVCacheMethod
 from .layer_names import LayerNames, renamed
@@ -62,16 +62,13 @@ class ModelOptConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, target: Target = "plain") -> Self:
         # As in hf_quant_config.json; in a config.json the fields have no object around them, and other names.
-        fields = config.get("quantization", config)
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"quantization is {fields!r}; expected an object")
+        fields = read_object(config, "quantization") or config
         if not fields.get("quant_algo"):
             raise ValueError("quant_algo is missing; expected the name of ModelOpt's algorithm")
-        layers = {
-            name: str(layer.get("quant_algo")).upper() for name, layer in (fields.get("quantized_layers") or {}).items()
-        }
-        ignored = LayerNames(fields.get("exclude_modules") or fields.get("ignore") or (), "wildcard")
-        return cls(str(fields["quant_algo"]).upper(), layers, target=target, ignored=ignored)
+        layers = read_object(fields, "quantized_layers")
+        algorithms = {name: str(read_object(layers, name).get("quant_algo")).upper() for name in layers}
+        ignored = LayerNames.of_config(fields, "exclude_modules", "ignore", match="wildcard")
+        return cls(str(fields["quant_algo"]).upper(), algorithms, target=target, ignored=ignored)
 
     def apply_mapper(self, mapper: WeightsMapper | None) -> None:
         super().apply_mapper(mapper)

@@ -18,7 +18,7 @@ from ..parameter import BasevLLMParameter, ModelWeightParameter
 from ..postprocess import is_weights_pre_processed
 from .base import QuantizationConfig, QuantizedLinearMethod, Target
 from .experts import QuantizedFusedMoEMethod
-from .online_layouts import Blocks, OnlineLayout, Scheme, WholeWeight
+from .online_layouts import Blocks, MadeOfWeight, OnlineLayout, Scheme, WholeWeight
 
 
 def _scaled_int8_quant(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         scheme, shape = self.scheme, (sum(output_partition_sizes), input_size_per_partition)
-        layout: OnlineLayout = WholeWeight(shape, scheme, source_dtype=params_dtype)
+        layout: OnlineLayout = WholeWeight(shape, scheme)
         if scheme.quantize is not None:
             problem = _misfit(scheme, output_partition_sizes, input_size_per_partition)
             if problem is not None:
@@ -109,7 +109,8 @@ class OnlineLinearMethod(QuantizedLinearMethod):
             data=layout.empty(), memory_layout=layout, input_dim=1, output_dim=0, **extra_weight_attrs
         )
         scale_shape = (1,) if scheme.quantize is None else scheme.scale_shape(shape)
-        scale = BasevLLMParameter(data=torch.empty(scale_shape, dtype=scheme.scale_dtype), **extra_weight_attrs)
+        refused = MadeOfWeight(scale_shape, scheme.scale_dtype)
+        scale = BasevLLMParameter(data=refused.empty(), memory_layout=refused, **extra_weight_attrs)
         layout.connect(weight, scale)
         layer.register_parameter("weight", weight)
         layer.register_parameter(scheme.scale_name, scale)
@@ -154,7 +155,7 @@ class OnlineMoEMethod(QuantizedFusedMoEMethod):
         for name, count, size_n, size_k in self.projections_of(layer, hidden_size, intermediate_size_per_partition):
             shape = (size_n, size_k)
             scale_shape: tuple[int, ...] = ()
-            layout: OnlineLayout = WholeWeight(shape, scheme, source_dtype=params_dtype, count=count)
+            layout: OnlineLayout = WholeWeight(shape, scheme, count=count)
             if scheme.quantize is not None:
                 problem = _misfit(scheme, [size_n], size_k)
                 if problem is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...program import Program
 from ...tensor import CheckpointTensor
+from ..parameter import UnfitWeightError
 from .arrival import MemoryLayout
 
 
@@ -83,6 +83,7 @@ class Blocks(OnlineLayout):
 
     def place(self, target: torch.Tensor, part: torch.Tensor, begin: Sequence[int]) -> None:
         assert self.scheme.quantize is not None
+        _require_floating(part)
         values, found = self.scheme.quantize(part)
         blocks = [start // block for start, block in zip(begin, self.scheme.block_of(self.shape), strict=True)]
         scales = self.scale.data.view(-1, *self.scheme.scale_shape(self.shape))[self._number_of(target)]
@@ -95,98 +96,91 @@ class WholeWeight(OnlineLayout):
 
     Args:
         source_shape, scheme: as for OnlineLayout.
-        source_dtype: of a weight before it is quantised.
         count: how many of these make one weight: gate and up projection of an expert.
     """
 
-    def __init__(
-        self, source_shape: tuple[int, int], scheme: Scheme, *, source_dtype: torch.dtype, count: int = 1
-    ) -> None:
+    def __init__(self, source_shape: tuple[int, int], scheme: Scheme, *, count: int = 1) -> None:
         super().__init__(source_shape, scheme)
-        self._source_dtype = source_dtype
         self._count = count
-        self._sources: dict[int, Source] = {}  # of weights that are being loaded
+        self._sources: dict[int, Source] = {}  # of weights whose parts come one by one, with nobody who takes turns
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_sources": {}}  # a load under way is not copied
 
     def place(self, target: torch.Tensor, part: torch.Tensor, begin: Sequence[int]) -> None:
+        _require_floating(part)
         if target.is_meta:
             return
-        program = part._source.program if isinstance(part, CheckpointTensor) else None
-        if program is not None and program.turns is None:
-            program = None
         number, position = divmod(self._number_of(target), self._count)
-        source = self._sources.get(number)
-        if source is None or source.program is not program:
-            rows, columns = self.source_shape
-            source = Source(
-                self.weight.data.view(-1, self._count * rows, columns)[number],
-                self.scale.data.view(-1)[number : number + 1],
-                self._source_dtype,
-                program,
-                on_finish=lambda: self._sources.pop(number),
-            )
-            self._sources[number] = source
-        source.add(part, (position * self.source_shape[0] + begin[0], begin[1]))
-        if program is None and source.is_complete:
-            source.finish()
+        begin = (position * self.source_shape[0] + begin[0], begin[1])
+        turns = part._source.program.turns if isinstance(part, CheckpointTensor) else None
+        if turns is not None:
+            turn = turns.setdefault((self, number), self._source_of(number))
+            assert isinstance(turn, Source)
+            turn.record(part, begin)
+            return
+        source = self._sources.setdefault(number, self._source_of(number))
+        source.add(part, begin)
+        if source.is_complete:
+            self._sources.pop(number).finish()
+
+    def _source_of(self, number: int) -> Source:
+        rows, columns = self.source_shape
+        weight = self.weight.data.view(-1, self._count * rows, columns)[number]
+        return Source(weight, self.scale.data.view(-1)[number : number + 1])
 
     def finish(self) -> None:
         """Quantises what is in memory and has parts missing; they are 0 then."""
-        for source in list(self._sources.values()):
-            if source.program is None:
-                source.finish()
+        while self._sources:
+            self._sources.popitem()[1].finish()
 
 
 class Source:
-    """A weight before it is quantised. A Turn.
+    """A weight before it is quantised, in the widest dtype that its parts have. A Turn, if its parts are recorded.
 
     Args:
         weight, scale: what is made of it: FP8 [N, K], and float32 [1].
-        dtype: its own.
-        program: whose turn it takes. None: it is in memory as soon as its parts are.
-        on_finish: called when it is over.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        dtype: torch.dtype,
-        program: Program | None,
-        *,
-        on_finish: Callable[[], object],
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         self.destinations = (weight, scale)
-        self.source_bytes = weight.numel() * dtype.itemsize
-        self.program = program
-        self._dtype = dtype
-        self._on_finish = on_finish
-        self._missing = weight.numel()
+        self._sizes: dict[Sequence[int], int] = {}  # of the parts, by where they begin
+        self._dtype: torch.dtype | None = None
         self._parts: list[tuple[CheckpointTensor, Sequence[int]]] = []
         self._memory: torch.Tensor | None = None
-        if program is not None and program.turns is not None:
-            program.turns.append(self)
+
+    @property
+    def source_bytes(self) -> int:
+        assert self._dtype is not None
+        return self.destinations[0].numel() * self._dtype.itemsize
 
     @property
     def is_complete(self) -> bool:
-        return self._missing <= 0
+        return sum(self._sizes.values()) == self.destinations[0].numel()
+
+    def record(self, part: torch.Tensor, begin: Sequence[int]) -> None:
+        """Takes a part, which begins there and is on disk until `start`."""
+        assert isinstance(part, CheckpointTensor)
+        self._note(part, begin)
+        self._parts.append((part, begin))
+        part._source.program.note_copy(_window(self.destinations[0], begin, part.shape), part)
 
     def add(self, part: torch.Tensor, begin: Sequence[int]) -> None:
-        """Takes a part, which begins there."""
-        self._missing -= part.numel()
-        if self.program is not None and isinstance(part, CheckpointTensor):
-            self._parts.append((part, begin))
-            self.program.note_copy(_window(self.destinations[0], begin, part.shape), part)
-            return
+        """Takes a part, which begins there, and copies it now."""
+        self._note(part, begin)
         if self._memory is None:
             self._memory = torch.zeros(self.destinations[0].shape, dtype=self._dtype)
+        self._memory = self._memory.to(self._dtype)
         _window(self._memory, begin, part.shape).copy_(part)
         if isinstance(part, CheckpointTensor):
             part._source.program.before_look(self._memory)  # which need not be watched
 
+    def _note(self, part: torch.Tensor, begin: Sequence[int]) -> None:
+        self._sizes[begin] = part.numel()
+        self._dtype = part.dtype if self._dtype is None else torch.promote_types(self._dtype, part.dtype)
+
     def start(self, empty: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]) -> None:
+        assert self._dtype is not None
         part, begin = self._parts[0]
         rows, columns = self.destinations[0].shape
         offset = part._file_offset - (begin[0] * columns + begin[1]) * self._dtype.itemsize
@@ -203,7 +197,28 @@ class Source:
         _, found = ops.scaled_fp8_quant(self._memory, output=weight)
         scale.copy_(found)
         self._memory = None
-        self._on_finish()
+
+
+class MadeOfWeight(MemoryLayout):
+    """Scales that are made while their weight is quantised. Those of a checkpoint have no place here."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.source_shape = self.shape = tuple(shape)
+        self.dtype = dtype
+
+    def place(self, target: torch.Tensor, part: torch.Tensor, begin: Sequence[int]) -> None:
+        raise UnfitWeightError(
+            "the weight is quantised while it is loaded, and its scales are made of it; the checkpoint has some, as if "
+            "it were quantised already: load it without quantization="
+        )
+
+
+def _require_floating(part: torch.Tensor) -> None:
+    if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnfitWeightError(
+            f"Tried to load weights of dtype {part.dtype}; what is quantised while it is loaded is float32, float16 or "
+            "bfloat16"
+        )
 
 
 def _window(tensor: torch.Tensor, begin: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

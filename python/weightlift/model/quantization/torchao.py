@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from ..mapping import WeightsMapper
-from .base import QuantizationConfig, Target
+from .base import QuantizationConfig, Target, read_object
 from .fp8 import Fp8LinearMethod
 from .int8 import Int8LinearMethod
 from .layer_names import LayerNames, renamed
@@ -57,15 +57,16 @@ class TorchAOConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, target: Target = "plain") -> Self:
-        stated = config.get("quant_type")
-        quant_type = stated.get("default") if isinstance(stated, Mapping) else None
-        if not isinstance(quant_type, Mapping) or "_type" not in quant_type:
-            raise ValueError(f"quant_type is {stated!r}; expected an object 'default' with torchao's config")
-        quant_types = {_DEFAULT: quant_type}
+        quant_type = read_object(read_object(config, "quant_type"), "default")
+        if not isinstance(quant_type.get("_type"), str):
+            found = config.get("quant_type")
+            raise ValueError(f"quant_type is {found!r}; expected an object 'default' with torchao's config")
+        quant_types: dict[str, Mapping[str, Any] | None] = {_DEFAULT: quant_type}
         if quant_type["_type"] in ("FqnToConfig", "ModuleFqnToConfig"):
-            data = quant_type.get("_data") or {}
-            quant_types = data.get("fqn_to_config") or data.get("module_fqn_to_config") or {}
-        ignored = LayerNames(config.get("modules_to_not_convert") or (), "path")
+            data = read_object(quant_type, "_data")
+            layers = read_object(data, "fqn_to_config") or read_object(data, "module_fqn_to_config")
+            quant_types = {name: read_object(layers, name) or None for name in layers}
+        ignored = LayerNames.of_config(config, "modules_to_not_convert", match="path")
         return cls(quant_types, target=target, ignored=ignored)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
@@ -94,7 +95,7 @@ class TorchAOConfig(QuantizationConfig):
         return self.quant_types.get(names.first_match(name) or _DEFAULT)
 
     def _method_of(self, quant_type: Mapping[str, Any], prefix: str) -> LinearMethodBase:
-        kind, data = quant_type.get("_type"), quant_type.get("_data") or {}
+        kind, data = str(quant_type.get("_type")), read_object(quant_type, "_data")
         if kind not in _IS_FP8:
             raise ValueError(f"{prefix}: torchao's {kind} is not known; known are {', '.join(_IS_FP8)}")
         granularity = data.get("granularity")
