@@ -26,7 +26,7 @@
 #include "readers/residency.h"
 #include "staging/pipeline.h"
 #include "staging/plan_files.h"
-#include "transform/copy.h"
+#include "transform/convert.h"
 #include "util/unique_fd.h"
 
 namespace py = pybind11;
@@ -48,7 +48,7 @@ int64_t to_int(PyObject* number) {
 
 // Element types cross the border as their position in the enumeration.
 ElementType to_type(int code) {
-  if (code < 0 || code > static_cast<int>(ElementType::kBFloat16)) throw std::invalid_argument("unknown element type");
+  if (code < 0 || code >= kNumElementTypes) throw std::invalid_argument("unknown element type");
   return static_cast<ElementType>(code);
 }
 
@@ -411,6 +411,9 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", &planned_stats_of,
            "Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).");
 
+  m.def(
+      "can_convert", [](int src_type, int dst_type) { return can_convert(to_type(src_type), to_type(dst_type)); },
+      "src_type"_a, "dst_type"_a, "Whether a transfer may convert elements of one type into the other.");
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");
 }

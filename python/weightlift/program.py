@@ -36,19 +36,46 @@ _SHARD_SEGMENT_BYTES = 16 * MiB
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
 
-# How the core knows element types: by size, or by name where numbers may be converted (csrc/transform/element.h).
+# How the core knows element types (csrc/transform/element.h): by size where elements are moved, by format where numbers
+# are converted.
 _TYPE_BY_SIZE = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
-_TYPE_BY_DTYPE = {torch.float32: 5, torch.float16: 6, torch.bfloat16: 7}
+_FORMATS = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    getattr(torch, "float8_e8m0fnu", None),  # since torch 2.7
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+_TYPE_BY_DTYPE = {dtype: code for code, dtype in enumerate(_FORMATS, len(_TYPE_BY_SIZE)) if dtype is not None}
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _types(src: torch.dtype, dst: torch.dtype) -> tuple[int, int] | None:
     """The core's types for a copy, or None where it can't convert."""
-    if src == dst:
+    if src == dst or (src.itemsize == dst.itemsize and _is_integer(src) and _is_integer(dst)):
         code = _TYPE_BY_SIZE[src.itemsize]
         return code, code
-    if src in _TYPE_BY_DTYPE and dst in _TYPE_BY_DTYPE:
-        return _TYPE_BY_DTYPE[src], _TYPE_BY_DTYPE[dst]
-    return None
+    types = (_TYPE_BY_DTYPE.get(src, -1), _TYPE_BY_DTYPE.get(dst, -1))
+    return types if min(types) >= 0 and _C.can_convert(*types) else None
 
 
 _TYPES: dict[tuple[torch.dtype, torch.dtype], tuple[int, int] | None] = {}
