@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,8 @@ from .pending import PendingOp, has_rows, run_op
 from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
-from .storage import chunk_bytes_of, failure, file_report, make_pipeline, max_open_files
+from .settings import CHUNK_UNIT, Settings, settle
+from .storage import failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 from .values import SMALL_BYTES, SmallValues
 
@@ -124,6 +126,7 @@ class Program:
         self._last_file = -1
         self._hold_until = 0.0
         self._read_ahead: ReadAhead | None = None  # from the first read on
+        self._settings: Settings | None = None  # the same
         self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
@@ -135,6 +138,19 @@ class Program:
         self._past: list[dict[str, object]] = []
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
+
+    @property
+    def settings(self) -> Settings:
+        """What was decided for this load, now at the latest."""
+        if self._settings is None:
+            self._settings = settle(self.config, self.files.shards)
+        return self._settings
+
+    def leave_staging(self, num_bytes: int) -> None:
+        """Takes that much of its staging memory away. To be called before anything is read."""
+        left = self.settings.staging_bytes - num_bytes
+        chunk_bytes = min(self.settings.chunk_bytes, left // CHUNK_UNIT * CHUNK_UNIT)
+        self._settings = replace(self.settings, staging_bytes=left, chunk_bytes=chunk_bytes)
 
     # ---- recording
 
@@ -417,7 +433,7 @@ class Program:
             batch = _C.Batch()
             batch.add_op(len(self._sources), source._source.file, source._file_offset, row_stride, op)
             self._fill(values, batch, source._source)
-        if held > chunk_bytes_of(self.config):
+        if held > self.settings.chunk_bytes:
             self._num_whole_ops += 1
             self._whole_op_bytes = max(self._whole_op_bytes, held)
         return values
@@ -493,7 +509,7 @@ class Program:
         try:
             if self._pipeline is None:
                 assert self._read_ahead is not None
-                self._pipeline = make_pipeline(self.config, self.files.shards, self._read_ahead.reader)
+                self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
             segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
@@ -657,7 +673,7 @@ class Program:
         report.num_forced = len(self._forced)
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
-            report.strategy_notes += self._read_ahead.notes
+            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
         report.num_whole_tensor_ops = self._num_whole_ops
         report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:

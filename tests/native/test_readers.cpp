@@ -129,7 +129,7 @@ std::unique_ptr<Reader> make_uring(int queue_depth = 8) {
 
 // Runs a test on each reader that this machine has, in one doctest subcase each.
 void with_every_reader(const std::function<void(Reader&)>& test) {
-  SUBCASE("pread") { test(*make_pread_reader(8)); }
+  SUBCASE("pread") { test(*make_pread_reader({8, 8})); }
   SUBCASE("io_uring") {
     if (auto reader = make_uring()) test(*reader);
   }
@@ -368,7 +368,7 @@ TEST_CASE("a reader that ends with reads in flight writes no memory afterwards")
   const UniqueFd direct(::open(file.path(), O_RDONLY | O_DIRECT | O_CLOEXEC));
   for (int round = 0; round < 20; ++round) {
     for (const bool uring : {false, true}) {
-      auto reader = uring ? make_uring() : make_pread_reader(8);
+      auto reader = uring ? make_uring() : make_pread_reader({8, 8});
       if (reader == nullptr) continue;
       const Mapping buffer = map_pages(kSize);
       std::vector<ReadRequest> requests;
@@ -394,7 +394,7 @@ TEST_CASE("readers leave no thread and no file descriptor behind") {
   const int threads = count_threads();
   const int fds = count_entries("/proc/self/fd");
   for (int round = 0; round < 5; ++round) {
-    for (auto& reader : {make_pread_reader(8), make_uring()}) {
+    for (auto& reader : {make_pread_reader({8, 8}), make_uring()}) {
       if (reader == nullptr) continue;
       reader->register_file(file.fd());
       std::byte buffer[1000];
@@ -406,7 +406,7 @@ TEST_CASE("readers leave no thread and no file descriptor behind") {
 }
 
 TEST_CASE("threads of the pread pool are named and block every signal") {
-  const auto reader = make_pread_reader(3);
+  const auto reader = make_pread_reader({3, 3});
   // "SigBlk" has one bit per signal; the kernel never lets SIGKILL (9) and SIGSTOP (19) be blocked, nor the C library
   // its own two (32, 33).
   constexpr uint64_t kBlockable = ~uint64_t{0} & ~(uint64_t{1} << 8 | uint64_t{1} << 18 | uint64_t{3} << 31);
