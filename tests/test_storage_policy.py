@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,23 @@ def read_part(path: Path, begin: int, end: int) -> None:
             begin += len(file.read(min(MiB, end - begin)))
 
 
+def num_drops() -> str:
+    """Changes when somebody, on this machine, drops the page cache."""
+    return next(line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("drop_pagecache"))
+
+
+def cached_after(prepare: Callable[[], None], load: Callable[[], object], check: Callable[[], bool]) -> bool:
+    """Whether `check` is true after `load`; does all again where somebody else has dropped the page cache meanwhile."""
+    for _ in range(5):
+        before = num_drops()
+        prepare()
+        load()
+        result = check()
+        if result or num_drops() == before:
+            return result
+    pytest.skip("somebody else keeps dropping the page cache")
+
+
 # The header, and what is read ahead of it.
 HEADER = 2 * MiB
 
@@ -235,28 +253,30 @@ def test_a_cold_file_leaves_nothing_in_the_page_cache(path: Path, backend: Any) 
 
 
 def test_what_is_read_through_the_page_cache_stays_there_by_default(path: Path) -> None:
-    make_cold(path)
-    load(path, strategy="buffered")
-    assert resident(path) > 0.9 * NUM_BYTES
+    assert cached_after(
+        lambda: make_cold(path),
+        lambda: load(path, strategy="buffered"),
+        lambda: resident(path) > 0.9 * NUM_BYTES,
+    )
 
 
 def cache_parts(path: Path) -> None:
     make_cold(path)
     read_part(path, 10 * MiB, 13 * MiB)  # part of what is asked about at a time
     read_part(path, 24 * MiB, 25 * MiB)
-    assert resident(path) >= 4 * MiB
 
 
-def check_parts(path: Path) -> None:
-    assert resident(path, 10 * MiB, 13 * MiB) == 3 * MiB
-    assert resident(path, 24 * MiB, 25 * MiB) == MiB
-    assert resident(path, HEADER) < 5 * MiB
+def has_parts(path: Path) -> bool:
+    parts = resident(path, 10 * MiB, 13 * MiB), resident(path, 24 * MiB, 25 * MiB)
+    return parts == (3 * MiB, MiB) and resident(path, HEADER) < 5 * MiB
 
 
 def test_what_was_cached_before_stays(path: Path) -> None:
-    cache_parts(path)
-    load(path, strategy="buffered", page_cache="leave")
-    check_parts(path)
+    assert cached_after(
+        lambda: cache_parts(path),
+        lambda: load(path, strategy="buffered", page_cache="leave"),
+        lambda: has_parts(path),
+    )
 
 
 NO_DONTCACHE = """
@@ -280,7 +300,6 @@ def test_what_was_cached_before_stays_without_uncached_reads_too(path: Path, tmp
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "no_dontcache.c", "-ldl"], check=True)
     except FileNotFoundError:
         pytest.skip("no C compiler")
-    cache_parts(path)
     program = (
         "import torch, weightlift\n"
         f"into = {{f'w{{i}}': torch.empty({2 * MiB}, dtype=torch.int32) for i in range(4)}}\n"
@@ -288,8 +307,11 @@ def test_what_was_cached_before_stays_without_uncached_reads_too(path: Path, tmp
         f"weightlift.fast_load(into, {str(path)!r}, config=config)\n"
     )
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
-    check_parts(path)
+    assert cached_after(
+        lambda: cache_parts(path),
+        lambda: subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment),
+        lambda: has_parts(path),
+    )
 
 
 @pytest.mark.direct_io
@@ -300,9 +322,11 @@ def test_direct_reads_leave_the_page_cache_alone(path: Path) -> None:
 
 
 def test_a_file_that_is_cached_stays_cached(path: Path) -> None:
-    read_part(path, 0, path.stat().st_size)
-    load(path, page_cache="leave")
-    assert resident(path) >= NUM_BYTES
+    assert cached_after(
+        lambda: read_part(path, 0, path.stat().st_size),
+        lambda: load(path, page_cache="leave"),
+        lambda: resident(path) >= NUM_BYTES,
+    )
 
 
 @pytest.mark.parametrize("strategy", ["prefetch", "eager"])

@@ -75,12 +75,10 @@ def file_report(shard: Shard, file: Mapping[str, object], stats: Mapping[str, ob
         reason = str(file["direct_reason"]) or f"O_DIRECT works here, aligned to {file['offset_alignment']} bytes"
     else:
         strategy, reader = "buffered", str(stats["buffered_reader"])
-        if cached == buffered:
-            reason = "in the page cache"
-        else:
-            reason = str(file["direct_reason"]) or "as configured"
-            if cached:
-                reason = f"partly in the page cache; {reason}"
+        whys = [] if file["direct_usable"] else [str(file["direct_reason"]) or "as configured"]
+        if cached or not whys:
+            whys.append("in the page cache" if cached == buffered else "partly in the page cache")
+        reason = "; ".join(whys)
     return FileReport(
         path=shard.path,
         bytes_read=int(direct) + int(buffered),  # type: ignore[call-overload]

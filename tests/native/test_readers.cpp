@@ -427,6 +427,32 @@ TEST_CASE("threads of the pread pool are named and block every signal") {
   CHECK(::sigismember(&here, SIGINT) == 0);
 }
 
+TEST_CASE("reads of storage and copies out of the page cache share the threads, each within its number") {
+  const TestFile file(1 << 20);
+  for (const PreadOptions options : {PreadOptions{5, 1}, PreadOptions{1, 4}, PreadOptions{3, 0}}) {
+    const auto reader = make_pread_reader(options);
+    // Every thread has one in hand, and four copies wait for each that may make them.
+    CHECK(reader->queue_depth() == std::max(options.num_waiting, options.num_copying) + 3 * options.num_copying);
+    Mapping buffer = map_pages(1 << 20);
+    for (int round = 0; round < 50; ++round) {
+      std::vector<ReadRequest> requests;
+      for (int i = 0; i < reader->queue_depth(); ++i) {
+        ReadRequest request;
+        request.fd = file.fd();
+        request.buffer = buffer.get() + i * 4096;
+        request.offset = i * 4096;
+        request.length = 4096;
+        request.cached = options.num_copying > 0 && (i + round) % 2 != 0;
+        request.token = static_cast<uint64_t>(i);
+        requests.push_back(request);
+      }
+      REQUIRE(reader->submit(requests) == 0);
+      for (const auto& [token, result] : take(*reader, requests.size())) CHECK(result == 4096);
+    }
+    CHECK(buffer[4097] == expected_byte(4097));
+  }
+}
+
 TEST_CASE("io_uring says why it cannot be had") {
   const auto refusal_in_child = [](const std::function<void()>& prepare, const char* expected) {
     return in_child([&] {
@@ -536,8 +562,21 @@ TEST_CASE("residency follows what is read and dropped") {
   CHECK(dropped < size / 2);  // a few folios may stay
 
   std::vector<char> buffer(size);
+  ::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_RANDOM);  // nothing is read ahead
+  REQUIRE(::pread(file.fd(), buffer.data(), 1 << 20, 2 << 20) == 1 << 20);
+  const std::vector<ByteRange> absent = residency.absent_ranges(0, size);
+  int64_t absent_bytes = 0;
+  for (const ByteRange range : absent) {
+    CHECK((range.end <= 2 << 20 || 3 << 20 <= range.begin));
+    absent_bytes += range.size();
+  }
+  const int64_t resident = residency.resident_bytes(0, size);
+  CHECK(std::abs(size - resident - absent_bytes) < 4096);  // the last page counts whole as resident
+  CHECK(residency.absent_ranges(2 << 20, 1 << 20).empty());
+
   REQUIRE(::pread(file.fd(), buffer.data(), size, 0) == size);
   CHECK(residency.resident_bytes(0, size) == size);
+  CHECK(residency.absent_ranges(0, size).empty());
   CHECK(residency.resident_bytes(100, 50) == 50);
   CHECK(residency.resident_bytes(4000, 200) == 200);
   CHECK(residency.resident_bytes(size + (16 << 20), 1 << 20) == 0);
