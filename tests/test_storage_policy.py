@@ -6,7 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,24 @@ MiB = 1 << 20
 NUM_BYTES = 32 * MiB
 
 
+def write_model(folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file({f"w{i}": torch.full((2 * MiB,), i, dtype=torch.int32) for i in range(4)}, path)
+    path.chmod(0o644)
+    return path
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    safetensors.torch.save_file({f"w{i}": torch.full((2 * MiB,), i, dtype=torch.int32) for i in range(4)}, path)
-    return path
+    return write_model(tmp_path)
+
+
+@pytest.fixture
+def readable_path() -> Iterator[Path]:
+    """In a folder that others may enter; pytest's are for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield write_model(Path(folder))
 
 
 def load(path: Path, **options: Any) -> LoadReport:
@@ -342,14 +356,10 @@ def test_auto_does_not_prefetch_where_the_page_cache_is_to_be_left(monkeypatch: 
     assert prefetch._to_prefetch(LoadConfig(page_cache="leave").resolve({}), shards)[0] == []
 
 
-def run_as_nobody(path: Path, tmp_path: Path, program: str, *, memlock: int | None = None) -> str:
+def run_as_nobody(path: Path, program: str, *, memlock: int | None = None) -> str:
     """Runs Python code as a user who may read the file, and not write it."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
-    for folder in (path, *path.parents):
-        if folder == folder.parent:
-            break
-        folder.chmod(folder.stat().st_mode | 0o055)
     limit = [] if memlock is None else ["prlimit", f"--memlock={memlock}:{memlock}"]
     command = [*limit, "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", program]
     try:
@@ -362,26 +372,26 @@ def run_as_nobody(path: Path, tmp_path: Path, program: str, *, memlock: int | No
     return done.stdout
 
 
-def test_leaving_the_page_cache_that_nobody_may_see_is_refused_or_done(path: Path, tmp_path: Path) -> None:
-    make_cold(path)
+def test_leaving_the_page_cache_that_nobody_may_see_is_refused_or_done(readable_path: Path) -> None:
+    make_cold(readable_path)
     program = (
         "import sys, weightlift\n"
         "config = weightlift.LoadConfig(strategy='buffered', page_cache='leave')\n"
         "try:\n    weightlift.load_file(sys.argv[1], config=config)\n"
         "except weightlift.CheckpointError as error:\n    print(error)\n"
     )
-    refusal = run_as_nobody(path, tmp_path, program)
+    refusal = run_as_nobody(readable_path, program)
     if refusal:
         assert 'page_cache="leave" is not to be had here: ' in refusal
         assert 'use page_cache="keep"' in refusal
     else:  # by RWF_DONTCACHE, which may leave a folio that two reads share
-        assert resident(path, HEADER) < NUM_BYTES / 2
+        assert resident(readable_path, HEADER) < NUM_BYTES / 2
 
 
 @pytest.mark.direct_io
 @pytest.mark.parametrize("memlock", [0, 4 * MiB])
-def test_an_ordinary_user_reads_with_little_memory_to_lock(path: Path, tmp_path: Path, memlock: int) -> None:
-    make_cold(path)
+def test_an_ordinary_user_reads_with_little_memory_to_lock(readable_path: Path, memlock: int) -> None:
+    make_cold(readable_path)
     program = (
         "import sys, torch, weightlift\n"
         f"into = {{f'w{{i}}': torch.empty({2 * MiB}, 2, dtype=torch.int32)[:, 0] for i in range(4)}}\n"  # all staged
@@ -390,7 +400,7 @@ def test_an_ordinary_user_reads_with_little_memory_to_lock(path: Path, tmp_path:
         "assert all((into[f'w{i}'] == i).all() for i in range(4))\n"
         "print(report.files[0].reader, report.fallbacks)\n"
     )
-    told = run_as_nobody(path, tmp_path, program, memlock=memlock).strip()
+    told = run_as_nobody(readable_path, program, memlock=memlock).strip()
     if memlock == 0 and told.startswith("pread"):  # there are kernels that count the ring itself
         assert "RLIMIT_MEMLOCK" in told
     else:

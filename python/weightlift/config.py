@@ -139,7 +139,7 @@ class LoadConfig:
         _choice(
             get_args(PageCache),
             "What becomes of what is read through the page cache. keep: it stays there. leave: the cache is left as it "
-            "was found, but for headers: what was not in it before is dropped from it (RWF_DONTCACHE where it works, and "
+            "was found, but for headers: what was not in it before is dropped (RWF_DONTCACHE where it works, and "
             "POSIX_FADV_DONTNEED where this process may see what is cached).",
             "leave: the files are read once, and others need the memory or the cache.",
         ),
