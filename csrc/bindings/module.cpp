@@ -26,7 +26,7 @@
 #include "readers/residency.h"
 #include "staging/pipeline.h"
 #include "staging/plan_files.h"
-#include "transform/copy.h"
+#include "transform/convert.h"
 #include "util/unique_fd.h"
 
 namespace py = pybind11;
@@ -48,7 +48,7 @@ int64_t to_int(PyObject* number) {
 
 // Element types cross the border as their position in the enumeration.
 ElementType to_type(int code) {
-  if (code < 0 || code > static_cast<int>(ElementType::kBFloat16)) throw std::invalid_argument("unknown element type");
+  if (code < 0 || code >= kNumElementTypes) throw std::invalid_argument("unknown element type");
   return static_cast<ElementType>(code);
 }
 
@@ -125,6 +125,12 @@ Backend to_backend(const std::string& name) {
   throw std::invalid_argument("unknown backend: " + name);
 }
 
+PageCache to_page_cache(const std::string& name) {
+  if (name == "keep") return PageCache::kKeep;
+  if (name == "leave") return PageCache::kLeave;
+  throw std::invalid_argument("unknown page_cache: " + name);
+}
+
 void require_chunk(int64_t chunk_bytes) {
   if (chunk_bytes < 65536 || chunk_bytes % 65536 != 0 || kMaxReadBytes < chunk_bytes) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 64 KiB, at most 1 GiB");
@@ -140,12 +146,14 @@ struct DeleteInOwnProcess {
 };
 using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
-PipelinePtr make_pipeline(const std::string& strategy, const std::string& backend, int queue_depth, int num_threads,
-                          int64_t chunk_bytes, int64_t staging_bytes, int64_t merge_gap_bytes, bool advise_hugepages) {
+PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
+                          int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
+                          int64_t merge_gap_bytes, bool advise_hugepages) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
   options.strategy = to_strategy(strategy);
+  options.page_cache = to_page_cache(page_cache);
   options.chunk_bytes = chunk_bytes;
   options.staging_bytes = staging_bytes;
   options.merge_gap_bytes = merge_gap_bytes;
@@ -193,8 +201,8 @@ Stats planned_stats_of(const ReadPlanner& planner) {
     const ReadStats::File& file = stats.files[i];
     const DirectIo& direct_io = planner.direct_io(static_cast<int32_t>(i));
     files.append(py::dict(py::arg("num_reads") = file.num_reads, py::arg("direct_bytes") = file.direct_bytes,
-                          py::arg("buffered_bytes") = file.buffered_bytes, py::arg("direct_usable") = direct_io.usable,
-                          py::arg("direct_proven") = direct_io.proven,
+                          py::arg("buffered_bytes") = file.buffered_bytes, py::arg("cached_bytes") = file.cached_bytes,
+                          py::arg("direct_usable") = direct_io.usable, py::arg("direct_proven") = direct_io.proven,
                           py::arg("offset_alignment") = direct_io.offset_alignment,
                           py::arg("direct_reason") = direct_io.reason));
   }
@@ -213,6 +221,7 @@ Stats stats_of(const Pipeline& pipeline) {
     const DirectIo direct_io = pipeline.direct_io(static_cast<int32_t>(i));
     files.append(py::dict(py::arg("direct_bytes") = stats.files[i].direct_bytes,
                           py::arg("buffered_bytes") = stats.files[i].buffered_bytes,
+                          py::arg("cached_bytes") = stats.files[i].cached_bytes,
                           py::arg("direct_usable") = direct_io.usable, py::arg("direct_proven") = direct_io.proven,
                           py::arg("offset_alignment") = direct_io.offset_alignment,
                           py::arg("direct_reason") = direct_io.reason));
@@ -345,8 +354,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Pipeline, PipelinePtr>(m, "Pipeline",
                                     "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
                                     py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "backend"_a, "queue_depth"_a, "num_threads"_a,
-           "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
+      .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
+           "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
       .def(
           "add_file",
           [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
@@ -411,6 +420,9 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", &planned_stats_of,
            "Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).");
 
+  m.def(
+      "can_convert", [](int src_type, int dst_type) { return can_convert(to_type(src_type), to_type(dst_type)); },
+      "src_type"_a, "dst_type"_a, "Whether a transfer may convert elements of one type into the other.");
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");
 }

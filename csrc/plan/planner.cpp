@@ -268,7 +268,8 @@ class FilePlanner {
       close_chunk();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
-                              0, mode.direct, prepare(transfer, destination, destination + (end - at), mode.direct)});
+                              0, mode.direct, mode.cached,
+                              prepare(transfer, destination, destination + (end - at), mode.direct)});
       plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
       at = end;
     }
@@ -368,12 +369,13 @@ class FilePlanner {
   // new one if that has no room. The reads' staging offsets count from the first of them.
   void add_to_chunk(const std::vector<Read>& reads, int64_t staging_bytes, const ReadMode& mode, int64_t first_piece) {
     const auto num_reads = static_cast<int32_t>(reads.size());
-    if (chunk_ && (chunk_->direct != mode.direct || chunk_->num_reads + num_reads > kMaxReadsPerChunk ||
+    if (chunk_ && (chunk_->direct != mode.direct || chunk_->cached != mode.cached ||
+                   chunk_->num_reads + num_reads > kMaxReadsPerChunk ||
                    chunk_->staging_bytes + staging_bytes > options_.chunk_bytes)) {
       close_chunk();
     }
     if (!chunk_) {
-      chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, -1};
+      chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, mode.cached, -1};
     }
     for (Read read : reads) {
       read.staging_offset += chunk_->staging_bytes;

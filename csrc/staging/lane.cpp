@@ -167,6 +167,8 @@ ReadRequest Pipeline::Lane::request_for(uint64_t token) {
   if (active.buffered) {
     request.fd = active.chunk->file->buffered_fd();
     request.length = read.needed_end - request.offset;
+    request.flags = active.chunk->file->buffered_flags();
+    request.cached = pipeline_.chunk_of(active.chunk->work).cached;
   } else {
     request.fd = active.chunk->file->direct_fd();
   }
@@ -228,6 +230,7 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
   FileStats& file = stats.files[static_cast<size_t>(first.file)];
   file.direct_bytes += done->stats.direct_bytes;
   file.buffered_bytes += done->stats.buffered_bytes;
+  if (chunk.cached) file.cached_bytes += done->stats.buffered_bytes;
   stats.bytes_read += done->stats.direct_bytes + done->stats.buffered_bytes;
   stats.num_reads += chunk.num_reads;
   if (chunk.num_pieces > 0 && !pipeline_.fault_) {

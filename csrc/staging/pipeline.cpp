@@ -66,7 +66,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   // Opening, probing and planning take a while and need no lock: files are opened by this thread alone, and stay open
   // while they have users.
   const FilePlanOptions plan_options{options_.strategy, options_.chunk_bytes, options_.merge_gap_bytes,
-                                     options_.advise_hugepages};
+                                     options_.advise_hugepages, options_.page_cache};
   Fault fault = plan_files(
       std::move(transfers), segment->files, plan_options,
       [this](int32_t file) -> SourceFile& { return source_file(file); }, &segment->plan);

@@ -39,6 +39,7 @@ namespace weightlift {
 
 struct PipelineOptions {
   Strategy strategy = Strategy::kAuto;
+  PageCache page_cache = PageCache::kKeep;
   int64_t chunk_bytes = 0;    // one read, and one staging buffer; a multiple of 64 KiB
   int64_t staging_bytes = 0;  // at least chunk_bytes
   int64_t merge_gap_bytes = 0;
@@ -52,6 +53,7 @@ struct PipelineOptions {
 struct FileStats {
   int64_t direct_bytes = 0;    // read past the page cache
   int64_t buffered_bytes = 0;  // read through it
+  int64_t cached_bytes = 0;    // of those, what was in it before
 };
 
 struct PipelineStats {

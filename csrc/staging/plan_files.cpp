@@ -11,7 +11,7 @@ namespace weightlift {
 Fault plan_files(std::vector<Transfer> transfers, std::span<const int32_t> files, const FilePlanOptions& options,
                  const std::function<SourceFile&(int32_t)>& file_at, Plan* plan) {
   for (int32_t file : files) {
-    if (Fault fault = file_at(file).open(options.strategy)) {
+    if (Fault fault = file_at(file).open(options.strategy, options.page_cache)) {
       fault.transfer_id =
           std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
       return fault;
@@ -67,6 +67,7 @@ void ReadPlanner::count(const Plan& plan) {
       ReadStats::File& file = stats_.files[index];
       ++file.num_reads;
       (chunk.direct ? file.direct_bytes : file.buffered_bytes) += bytes;
+      if (chunk.cached) file.cached_bytes += bytes;
       if (read.destination) stats_.in_place_bytes += bytes;
       ReadStats::Size& size = stats_.sizes[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes)) - 1)];
       ++size.num_reads;

@@ -20,6 +20,7 @@ struct FilePlanOptions {
   int64_t chunk_bytes = 0;      // as in PlanOptions
   int64_t merge_gap_bytes = 0;  // as in PlanOptions
   bool advise_hugepages = true;
+  PageCache page_cache = PageCache::kKeep;
 };
 
 // Opens `files`, those that the transfers read from, and plans. Returns a fault, and leaves `plan` as it is, when one
@@ -36,6 +37,7 @@ struct ReadStats {
     int64_t num_reads = 0;
     int64_t direct_bytes = 0;
     int64_t buffered_bytes = 0;
+    int64_t cached_bytes = 0;  // of those, what is in the page cache
   };
   struct Size {
     int64_t num_reads = 0;

@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'e4m3fn_to_e4m3fnuz', 'marlin_repack', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'e4m3fn_to_e4m3fnuz', 'marlin_repack', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -116,7 +116,7 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
         ...
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
@@ -160,6 +160,10 @@ class ReadPlanner:
 def amax(*, src_type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, amax: typing.SupportsInt | typing.SupportsIndex) -> Op:
     """
     amax: the address of a float32, which is raised to the largest finite magnitude.
+    """
+def can_convert(src_type: typing.SupportsInt | typing.SupportsIndex, dst_type: typing.SupportsInt | typing.SupportsIndex) -> bool:
+    """
+    Whether a transfer may convert elements of one type into the other.
     """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,8 @@ from .pending import PendingOp, has_rows, run_op
 from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
-from .storage import chunk_bytes_of, failure, file_report, make_pipeline, max_open_files
+from .settings import CHUNK_UNIT, Settings, settle
+from .storage import failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 from .turns import Turn
 from .values import SMALL_BYTES, SmallValues
@@ -37,19 +39,46 @@ _SHARD_SEGMENT_BYTES = 16 * MiB
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
 
-# How the core knows element types: by size, or by name where numbers may be converted (csrc/transform/element.h).
+# How the core knows element types (csrc/transform/element.h): by size where elements are moved, by format where numbers
+# are converted.
 _TYPE_BY_SIZE = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
-_TYPE_BY_DTYPE = {torch.float32: 5, torch.float16: 6, torch.bfloat16: 7}
+_FORMATS = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    getattr(torch, "float8_e8m0fnu", None),  # since torch 2.7
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+_TYPE_BY_DTYPE = {dtype: code for code, dtype in enumerate(_FORMATS, len(_TYPE_BY_SIZE)) if dtype is not None}
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _types(src: torch.dtype, dst: torch.dtype) -> tuple[int, int] | None:
     """The core's types for a copy, or None where it can't convert."""
-    if src == dst:
+    if src == dst or (src.itemsize == dst.itemsize and _is_integer(src) and _is_integer(dst)):
         code = _TYPE_BY_SIZE[src.itemsize]
         return code, code
-    if src in _TYPE_BY_DTYPE and dst in _TYPE_BY_DTYPE:
-        return _TYPE_BY_DTYPE[src], _TYPE_BY_DTYPE[dst]
-    return None
+    types = (_TYPE_BY_DTYPE.get(src, -1), _TYPE_BY_DTYPE.get(dst, -1))
+    return types if min(types) >= 0 and _C.can_convert(*types) else None
 
 
 _TYPES: dict[tuple[torch.dtype, torch.dtype], tuple[int, int] | None] = {}
@@ -100,6 +129,7 @@ class Program:
         self._last_file = -1
         self._hold_until = 0.0
         self._read_ahead: ReadAhead | None = None  # from the first read on
+        self._settings: Settings | None = None  # the same
         self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
@@ -111,6 +141,19 @@ class Program:
         self._past: list[dict[str, object]] = []
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
+
+    @property
+    def settings(self) -> Settings:
+        """What was decided for this load, now at the latest."""
+        if self._settings is None:
+            self._settings = settle(self.config, self.files.shards)
+        return self._settings
+
+    def leave_staging(self, num_bytes: int) -> None:
+        """Takes that much of its staging memory away. To be called before anything is read."""
+        left = self.settings.staging_bytes - num_bytes
+        chunk_bytes = min(self.settings.chunk_bytes, left // CHUNK_UNIT * CHUNK_UNIT)
+        self._settings = replace(self.settings, staging_bytes=left, chunk_bytes=chunk_bytes)
 
     # ---- recording
 
@@ -398,7 +441,7 @@ class Program:
             batch = _C.Batch()
             batch.add_op(len(self._sources), source._source.file, source._file_offset, row_stride, op)
             self._fill(values, batch, source._source)
-        if held > chunk_bytes_of(self.config):
+        if held > self.settings.chunk_bytes:
             self._num_whole_ops += 1
             self._whole_op_bytes = max(self._whole_op_bytes, held)
         return values
@@ -479,7 +522,7 @@ class Program:
         try:
             if self._pipeline is None:
                 assert self._read_ahead is not None
-                self._pipeline = make_pipeline(self.config, self.files.shards, self._read_ahead.reader)
+                self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
             segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
@@ -644,7 +687,7 @@ class Program:
         report.num_forced = len(self._forced)
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
-            report.strategy_notes += self._read_ahead.notes
+            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
         report.num_whole_tensor_ops = self._num_whole_ops
         report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:

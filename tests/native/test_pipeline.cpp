@@ -746,7 +746,7 @@ class RefusesDirect final : public Reader {
   }
 
  private:
-  std::unique_ptr<Reader> reader_ = make_pread_reader(2);
+  std::unique_ptr<Reader> reader_ = make_pread_reader({2, 2});
   std::vector<ReadCompletion> refused_;
   std::shared_ptr<std::atomic<int>> refusals_;
 };
