@@ -51,7 +51,7 @@ def _draw_throughput(figures: list[dict[str, Any]], axes: Any) -> None:
     for depth in sorted({f["queue_depth"] for f in grid}):
         line = sorted((f["chunk_bytes"], f["bytes_per_second"] / 1e9) for f in grid if f["queue_depth"] == depth)
         axes.plot([chunk for chunk, _ in line], [rate for _, rate in line], marker="o", label=f"queue depth {depth}")
-    reference = _best(figures, "reference")
+    reference = _reference(figures)
     if reference:
         axes.axhline(
             reference["bytes_per_second"] / 1e9, color="black", linestyle="--", label="O_DIRECT reference, best depth"
@@ -96,7 +96,7 @@ def _draw_cold_and_warm(figures: list[dict[str, Any]], axes: Any) -> None:
         rates = [f["bytes_per_second"] / 1e9 for _, f in found]
         bars = axes.barh([place + shift for place, _ in found], rates, 0.4, color=color, label=state)
         axes.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3, fontsize="small")
-    reference = _best(figures, "reference")
+    reference = _reference(figures)
     if reference:
         axes.axvline(reference["bytes_per_second"] / 1e9, color="black", linestyle="--", label="O_DIRECT reference")
     axes.set_yticks(range(len(ways)), ways)
@@ -111,8 +111,9 @@ def _direct_grid(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [f for f in direct if f["reader"] == "io_uring"] or [f for f in direct if f["reader"] == "pread"]
 
 
-def _best(figures: list[dict[str, Any]], reader: str) -> dict[str, Any] | None:
-    return max((f for f in figures if f["reader"] == reader), key=lambda f: f["bytes_per_second"], default=None)
+def _reference(figures: list[dict[str, Any]]) -> dict[str, Any] | None:
+    found = [f for f in figures if f["reader"] == "reference" and f["direct"] and f["huge_pages"]]
+    return max(found, key=lambda f: f["bytes_per_second"], default=None)
 
 
 def _set_chunk_axis(axes: Any, grid: list[dict[str, Any]]) -> None:
