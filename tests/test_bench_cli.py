@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.compare import Part, verdicts
+from benchmarks.storage import figures_of
 from weightlift import _C, storage_bench
 from weightlift.cli import main
 from weightlift.config import MiB
@@ -150,3 +152,36 @@ def test_wrong_usage_is_told_before_measuring(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "empty").touch()
     assert main(["bench", str(tmp_path / "empty")]) == 1
     assert "nothing to read in an empty file" in capsys.readouterr().err
+
+
+def test_figures_of_google_benchmark_are_drawn_as_our_own() -> None:
+    def run(gigabytes: float, **others: Any) -> dict[str, Any]:
+        name = "read/io_uring/direct/cold/huge/2048/16/iterations:1/manual_time"
+        latency = {"p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 4.0}
+        return {"run_type": "iteration", "run_name": name, "bytes_per_second": gigabytes * 1e9, **latency, **others}
+
+    runs = [run(2), run(3), run(7), run(1, run_type="aggregate"), run(1, error_occurred=True)]
+    (found,) = figures_of([*runs, run(1, run_name="copy/memcpy")])
+    assert found["bytes_per_second"] == 3e9
+    assert found["latency"]["p50"] == 0.001
+    assert (found["chunk_bytes"], found["queue_depth"], found["direct"]) == (2 * MiB, 16, True)
+
+
+def test_rivals_that_are_faster_are_named() -> None:
+    parts = {
+        key: Part(name, 1, {"weightlift": [0.5, 1.0, 9.0], "safetensors": [2.0], "tensorizer": [4.0]})
+        for key, name in {
+            (True, True): "whole, cold",
+            (True, False): "whole, warm",
+            (False, True): "rank, cold",
+            (False, False): "rank, warm",
+        }.items()
+    }
+    parts[True, False].samples |= {"tensorizer": [0.8], "safetensors, mapped": [0.1]}
+    assert verdicts(parts) == [
+        "whole, cold: 0.50 x the fastest rival with owned tensors, safetensors (goal 0.6): met",
+        "whole, warm: 1.25 x the fastest rival with owned tensors, tensorizer (goal 0.9): MISSED",
+        "rank, cold: 0.25 x the fastest streamer, tensorizer (goal 0.2): MISSED",
+        "whole, warm: safetensors, mapped, whose tensors are the pages of the file, is faster: 0.10 x",
+        "whole, warm: tensorizer, is faster: 0.80 x",
+    ]
