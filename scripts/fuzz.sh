@@ -11,7 +11,7 @@ build=build/fuzz
 fuzzer_of() { echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
   "$1" -fsanitize=fuzzer -x c++ - -o /dev/null 2>/dev/null; }
 compiler=
-for candidate in ${CLANGXX:-clang++ clang++-{22..16}}; do
+for candidate in clang++ clang++-{22..16}; do
   if command -v "$candidate" >/dev/null && fuzzer_of "$candidate"; then compiler=$candidate && break; fi
 done
 if [[ -z $compiler ]]; then

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from . import _C
@@ -24,6 +24,7 @@ from .storage import CHUNK_BYTES, MAX_THREADS, QUEUE_DEPTH
 
 ReaderName = Literal["io_uring", "pread", "reference", "fio"]
 State = Literal["cold", "warm"]
+_OURS: tuple[ReaderName, ...] = ("io_uring", "pread")
 
 REFERENCE_CHUNK_BYTES = 4 * MiB
 _MAX_BUFFER_BYTES = 256 * MiB  # what a load's staging takes by default
@@ -86,24 +87,17 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """Settings for loads from this storage. None: leave it to weightlift.
+    """What to set for loads from this storage.
 
     Attributes:
+        settings: fields of LoadConfig; none: leave all to weightlift.
         bytes_per_second: what was measured with them, cold.
-        reason: one sentence.
+        reason: in words.
     """
 
-    strategy: str | None
-    backend: str | None
-    queue_depth: int | None
-    chunk_bytes: int | None
+    settings: dict[str, Any]
     bytes_per_second: float
     reason: str
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        names = ("strategy", "backend", "queue_depth", "chunk_bytes")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclasses.dataclass
@@ -117,47 +111,49 @@ class StorageFigures:
     figures: list[Figure]
     notes: list[str]
 
-    def best(self, *, state: State, readers: Sequence[ReaderName]) -> Figure | None:
-        """The fastest figure of these readers, into huge pages."""
-        found = [f for f in self.figures if f.point.state == state and f.point.reader in readers and f.point.huge_pages]
-        return max(found, key=lambda figure: figure.bytes_per_second, default=None)
+    def of(self, state: State, *readers: ReaderName) -> list[Figure]:
+        """The figures of these readers into huge pages, fastest first, but for those found in another state."""
+        found = [
+            figure
+            for figure in self.figures
+            if figure.point.state == state
+            and figure.point.reader in readers
+            and figure.point.huge_pages
+            and (figure.verified or figure.cached is None)
+        ]
+        return sorted(found, key=lambda figure: -figure.bytes_per_second)
 
     @property
     def recommendation(self) -> Recommendation | None:
         """None where nothing was read cold."""
-        best = self.best(state="cold", readers=("io_uring", "pread"))
-        if best is None:
+        figures = self.of("cold", *_OURS)
+        if not figures:
             return None
+        best = figures[0]
         tolerance = _TOLERANCE if len(best.samples) >= _ROUNDS else _TOLERANCE_OF_FEW
         within = f"within {tolerance:.0%} of the best"
-        cold = [
-            f
-            for f in self.figures
-            if f.point.state == "cold"
-            and f.point.reader in ("io_uring", "pread")
-            and f.point.huge_pages
-            and f.bytes_per_second >= (1 - tolerance) * best.bytes_per_second
-        ]
-        default = next((f for f in cold if f.point == DEFAULT_POINT), None)
+        good = [f for f in figures if f.bytes_per_second >= (1 - tolerance) * best.bytes_per_second]
+        default = next((f for f in good if f.point == DEFAULT_POINT), None)
         if default is not None:
-            return Recommendation(None, None, None, None, default.bytes_per_second, f"the defaults are {within}")
+            return Recommendation({}, default.bytes_per_second, f"the defaults are {within}")
         # io_uring before threads, direct before buffered, little memory before much.
         figure = min(
-            cold, key=lambda f: (f.point.reader, not f.point.direct, f.point.chunk_bytes * f.point.queue_depth)
+            good, key=lambda f: (f.point.reader, not f.point.direct, f.point.chunk_bytes * f.point.queue_depth)
         )
         point = figure.point
-        return Recommendation(
-            None if point.direct else "buffered",
-            None if point.reader == "io_uring" and point.direct else point.reader,
-            point.queue_depth,
-            point.chunk_bytes,
-            figure.bytes_per_second,
-            "the best" if figure is best else f"the least memory {within}",
-        )
+        settings: dict[str, Any] = {"chunk_bytes": point.chunk_bytes}
+        if not point.direct:
+            settings |= {"strategy": "buffered"}
+        if not point.direct or point.reader != "io_uring":
+            settings |= {"backend": point.reader}
+        threads = point.reader == "pread" and not point.direct
+        settings |= {"num_threads" if threads else "queue_depth": point.queue_depth}
+        reason = "the best" if figure is best else f"the least memory {within}"
+        return Recommendation(settings, figure.bytes_per_second, reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that ``json.dumps`` takes. `read_bandwidth` reads it."""
-        recommendation, warm = self.recommendation, self.best(state="warm", readers=("io_uring", "pread"))
+        recommendation, warm = self.recommendation, self.of("warm", *_OURS)
         return {
             "path": self.path,
             "file_bytes": self.file_bytes,
@@ -165,7 +161,7 @@ class StorageFigures:
             "storage": self.storage,
             "bandwidth": {
                 "cold": recommendation.bytes_per_second if recommendation else None,
-                "warm": warm.bytes_per_second if warm else None,
+                "warm": warm[0].bytes_per_second if warm else None,
             },
             "recommendation": dataclasses.asdict(recommendation) if recommendation else None,
             "figures": [figure.to_dict() for figure in self.figures],
@@ -258,15 +254,16 @@ def measure_storage(
 
 
 def read_bandwidth(path: str) -> float:
-    """The bytes per second, cold, that a file written by ``weightlift bench --json`` tells.
+    """The bytes per second that a file written by ``weightlift bench --json`` tells: cold, or warm if that is all.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it is no such file, or nothing was read cold.
+        ValueError: it is no such file, or it tells none.
     """
     with open(path, encoding="utf-8") as file:
         try:
-            bandwidth = json.load(file)["bandwidth"]["cold"]
+            measured = json.load(file)["bandwidth"]
+            bandwidth = measured["warm"] if measured["cold"] is None else measured["cold"]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path}: expected what weightlift bench --json writes, found something else") from None
     if not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):

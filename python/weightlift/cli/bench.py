@@ -160,12 +160,12 @@ def _cells(figure: Figure) -> tuple[str, ...]:
 def _advice(figures: StorageFigures) -> Iterator[str]:
     recommendation = figures.recommendation
     if recommendation is None:
-        yield "nothing could be read cold: no recommendation"
+        yield "no recommendation: nothing was read cold"
         return
-    reference = figures.best(state="cold", readers=("reference",))
+    reference = figures.of("cold", "reference")
     rate = recommendation.bytes_per_second
     beside = (
-        f", {rate / reference.bytes_per_second:.2f} x the O_DIRECT reference at its best depth" if reference else ""
+        f", {rate / reference[0].bytes_per_second:.2f} x the O_DIRECT reference at its best depth" if reference else ""
     )
     settings = " ".join(f"{environment_variable(name)}={value}" for name, value in recommendation.settings.items())
     yield f"recommended: {settings or 'no settings'} ({recommendation.reason}): {rate / 1e9:.2f} GB/s{beside}"
