@@ -21,7 +21,7 @@ Output = pytest.CaptureFixture[str]
 
 FEW_POINTS = [
     Point("pread", False, "cold", MiB, 2),
-    Point("pread", False, "warm", MiB, 2, huge_pages=False),
+    Point("pread", False, "warm", MiB, 2),
     Point("reference", False, "cold", MiB, 2),
 ]
 
