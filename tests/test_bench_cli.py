@@ -79,7 +79,7 @@ def test_a_file_is_only_read(tmp_path: Path, capsys: Output) -> None:
 def test_every_reader_reads_all_of_a_file_once(tmp_path: Path, reader: str, direct: bool) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(2 * MiB + 12345))
-    _C.make_cold(str(file))
+    _C.make_cold(str(file), file.stat().st_size)
     result = _C.measure_reads(
         str(file),
         reader=reader,

@@ -106,10 +106,9 @@ class File {
 
   // Brings the file into the state, and says what is wrong where that did not work.
   std::string prepare(bool cold, benchmark::State& state) const {
-    const auto size = static_cast<double>(fs::file_size(path_));
-    const int64_t cached = cold ? make_cold(path_) : make_warm(path_);
+    const int64_t cached = cold ? make_cold(path_, bytes_) : make_warm(path_, bytes_);
     if (cached < 0) return "what the page cache holds can't be told here";
-    const double fraction = static_cast<double>(cached) / size;
+    const double fraction = static_cast<double>(cached) / static_cast<double>(bytes_);
     state.counters["cached"] = fraction;
     if (cold ? fraction <= 0.01 : fraction >= 0.99) return {};
     return std::to_string(static_cast<int>(100 * fraction)) + " % of the file are in the page cache";

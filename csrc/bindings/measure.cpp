@@ -65,11 +65,15 @@ void bind_measure(py::module_& m) {
       "path"_a, py::kw_only(), "reader"_a, "direct"_a, "chunk_bytes"_a, "queue_depth"_a, "huge_pages"_a, "max_bytes"_a,
       "max_seconds"_a, "Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.");
   m.def(
-      "make_cold", [](const std::string& path) { return run(path, [&] { return make_cold(path); }); }, "path"_a,
-      "Takes a file out of the page cache; returns how many of its bytes are left there, or -errno.");
+      "make_cold",
+      [](const std::string& path, int64_t bytes) { return run(path, [&] { return make_cold(path, bytes); }); },
+      "path"_a, "bytes"_a,
+      "Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.");
   m.def(
-      "make_warm", [](const std::string& path) { return run(path, [&] { return make_warm(path); }); }, "path"_a,
-      "Reads a file into the page cache; returns how many of its bytes are there, or -errno.");
+      "make_warm",
+      [](const std::string& path, int64_t bytes) { return run(path, [&] { return make_warm(path, bytes); }); },
+      "path"_a, "bytes"_a,
+      "Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.");
   m.def(
       "probe_direct",
       [](const std::string& path) -> py::typing::Dict<py::str, py::object> {

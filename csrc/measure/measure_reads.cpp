@@ -208,9 +208,6 @@ void read_plainly(int fd, const Buffers& buffers, const MeasureOptions& options,
   if (error != 0) throw_errno(error, path);
 }
 
-// Resident bytes of the file, or -errno.
-int64_t resident_bytes(int fd, int64_t size) { return Residency(fd).resident_bytes(0, size); }
-
 }  // namespace
 
 double ReadFigures::latency(double fraction) const {
@@ -245,29 +242,29 @@ ReadFigures measure_reads(const std::string& path, const MeasureOptions& options
   return figures;
 }
 
-int64_t make_cold(const std::string& path) {
+int64_t make_cold(const std::string& path, int64_t bytes) {
   const UniqueFd fd = open_file(path, 0);
-  const int64_t size = file_bytes(fd.get(), path);
+  const Residency residency(fd.get());
   ::fdatasync(fd.get());  // what can't be written back stays, and is counted
-  ::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_DONTNEED);
-  const int64_t left = resident_bytes(fd.get(), size);
+  ::posix_fadvise(fd.get(), 0, align_up(bytes, kPage), POSIX_FADV_DONTNEED);  // a part of a page would stay
+  const int64_t left = residency.resident_bytes(0, bytes);
   if (left == 0) return 0;
   const UniqueFd drop(::open("/proc/sys/vm/drop_caches", O_WRONLY | O_CLOEXEC));
   if (!drop || ::write(drop.get(), "1\n", 2) != 2) return left;
-  return resident_bytes(fd.get(), size);
+  return residency.resident_bytes(0, bytes);
 }
 
-int64_t make_warm(const std::string& path) {
+int64_t make_warm(const std::string& path, int64_t bytes) {
   const UniqueFd fd = open_file(path, 0);
-  const int64_t size = file_bytes(fd.get(), path);
   std::vector<std::byte> buffer(kWarmingBytes);
-  for (int64_t offset = 0; offset < size;) {
-    const ssize_t n = ::pread(fd.get(), buffer.data(), buffer.size(), offset);
+  for (int64_t offset = 0; offset < bytes;) {
+    const auto length = static_cast<size_t>(std::min(kWarmingBytes, bytes - offset));
+    const ssize_t n = ::pread(fd.get(), buffer.data(), length, offset);
     if (n < 0) throw_errno(errno, path);
     if (n == 0) break;
     offset += n;
   }
-  return resident_bytes(fd.get(), size);
+  return Residency(fd.get()).resident_bytes(0, bytes);
 }
 
 }  // namespace weightlift

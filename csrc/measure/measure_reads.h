@@ -39,10 +39,10 @@ struct ReadFigures {
 // std::runtime_error, with one sentence, where the reader or direct I/O can't be had.
 ReadFigures measure_reads(const std::string& path, const MeasureOptions& options);
 
-// Takes the file out of the page cache, or reads it into it, and returns how many of its bytes lie there afterwards, as
-// Residency tells; -errno where that can't be told. For the former, what posix_fadvise(2) leaves behind goes with the
-// page cache of the whole machine, if this process may drop that. Throws std::system_error.
-int64_t make_cold(const std::string& path);
-int64_t make_warm(const std::string& path);
+// Takes the first `bytes` bytes of the file out of the page cache, or reads them into it, and returns how many of them
+// lie there afterwards, as Residency tells; -errno where that can't be told. For the former, what posix_fadvise(2)
+// leaves behind goes with the page cache of the whole machine, if this process may drop that. Throws std::system_error.
+int64_t make_cold(const std::string& path, int64_t bytes);
+int64_t make_warm(const std::string& path, int64_t bytes);
 
 }  // namespace weightlift

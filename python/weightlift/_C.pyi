@@ -163,13 +163,13 @@ def amax(*, src_type: str, rows: typing.SupportsInt | typing.SupportsIndex, colu
     """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
-def make_cold(path: str) -> int:
+def make_cold(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
-    Takes a file out of the page cache; returns how many of its bytes are left there, or -errno.
+    Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.
     """
-def make_warm(path: str) -> int:
+def make_warm(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
-    Reads a file into the page cache; returns how many of its bytes are there, or -errno.
+    Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.
     """
 def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...

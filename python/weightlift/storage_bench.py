@@ -64,7 +64,7 @@ class Figure:
         latency: seconds that a read took, of the median round: p50, p90, p99, max.
         cpu_seconds_per_gb: processor time of the process, user and system, for 10^9 bytes, of the median round; None
             for fio, which is another process.
-        cached: the fraction of the file in the page cache before the round that was furthest from what the point's
+        cached: the fraction of what is read in the page cache before the round that was furthest from what the point's
             state says; None where that can't be told.
         verified: whether that was what the state says: at most 1 % when cold, at least 99 % when warm.
     """
@@ -294,7 +294,7 @@ def _file_at(path: str, num_bytes: int, max_seconds: float) -> Iterator[str]:
 
 def _measure(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:
     prepare = _C.make_cold if point.state == "cold" else _C.make_warm
-    cached = prepare(file)
+    cached = prepare(file, num_bytes)
     run = (
         _run_fio(file, point, num_bytes, seconds)
         if point.reader == "fio"
@@ -309,8 +309,7 @@ def _measure(file: str, point: Point, num_bytes: int, seconds: float) -> dict[st
             max_seconds=seconds,
         )
     )
-    size = os.path.getsize(file)
-    return {**run, "cached": None if cached < 0 else cached / size}
+    return {**run, "cached": None if cached < 0 else cached / num_bytes}
 
 
 def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:
