@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/measure.h"
 #include "bindings/ops.h"
 #include "plan/geometry.h"
 #include "plan/ledger.h"
@@ -247,6 +248,7 @@ PYBIND11_MODULE(_C, m) {
   using namespace pybind11::literals;  // for "x"_a
 
   bind_ops(m);
+  bind_measure(m);
 
   py::class_<Batch>(m, "Batch", "Transfers with disjoint destinations, on their way to a Pipeline.")
       .def(py::init<>())

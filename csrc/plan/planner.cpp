@@ -335,12 +335,19 @@ class FilePlanner {
         plan_.transfers[static_cast<size_t>(plan_.pieces[static_cast<size_t>(first_piece)].transfer)].id;
     // Side by side in the staging buffer: the pieces see one read.
     std::vector<Read> reads;
-    for (int64_t at = 0; at < length; at += options_.chunk_bytes) {
-      const int64_t offset = submitted_begin + at;
-      const int64_t part = std::min(options_.chunk_bytes, length - at);
-      reads.push_back({file_, offset, part, std::min(end, offset + part), nullptr, at, transfer_id});
-    }
+    add_reads(submitted_begin, length, end, 0, transfer_id, reads);
     add_to_chunk(reads, align_up(length, kStagingAlignment), mode, first_piece);
+  }
+
+  // Reads of [offset, offset + length), of which the bytes before `needed_end` are needed: as many as that takes, side
+  // by side in the staging buffer.
+  void add_reads(int64_t offset, int64_t length, int64_t needed_end, int64_t staging_offset, int64_t transfer_id,
+                 std::vector<Read>& reads) const {
+    for (int64_t at = 0; at < length; at += options_.chunk_bytes) {
+      const int64_t part = std::min(options_.chunk_bytes, length - at);
+      const int64_t end = std::min(needed_end, offset + at + part);
+      reads.push_back({file_, offset + at, part, end, nullptr, staging_offset + at, transfer_id});
+    }
   }
 
   // Reads the rows of one granule each on its own.
@@ -355,7 +362,7 @@ class FilePlanner {
       const int64_t end = begin + row_bytes;
       const int64_t submitted_begin = align_down(begin, mode.offset_alignment);
       const int64_t length = align_up(end, mode.offset_alignment) - submitted_begin;
-      reads.push_back({file_, submitted_begin, length, end, nullptr, staging_bytes, transfer.id});
+      add_reads(submitted_begin, length, end, staging_bytes, transfer.id, reads);
       staging_bytes += align_up(length, kStagingAlignment);
       plan_.bytes_read += length;
     }
