@@ -64,10 +64,10 @@ void Pipeline::Lane::read_until_stopped() {
   for (;;) {
     collect_requests();
     if (!requests_.empty()) {
+      ask();  // before submitting, which may block as reading does
       const int result = reader_->submit(requests_);
       if (result < 0) {
-        const ActiveRead& first = reads_[requests_.front().token];
-        fail(first, FaultKind::kRead, -result);
+        fail(reads_[requests_.front().token], FaultKind::kRead, -result);
         for (const ReadRequest& request : requests_) release(request.token);
       } else {
         num_in_flight_ += static_cast<int>(requests_.size());
@@ -77,24 +77,30 @@ void Pipeline::Lane::read_until_stopped() {
       std::lock_guard lock(pipeline_.mutex_);
       if (pipeline_.stopping_) return;
     }
-    if (num_in_flight_ == 0) {
-      silence_.end();
-      continue;
-    }
+    if (num_in_flight_ == 0) continue;
     const int count = reader_->wait(completions, kPollInterval);
     if (count < 0 && count != -EINTR && count != -EAGAIN) {
       std::lock_guard lock(pipeline_.mutex_);
       pipeline_.fail({FaultKind::kRead, -count});
       return;
     }
-    if (count > 0) {
-      silence_.end();
-    } else {
-      watch();
-    }
     for (int i = 0; i < count; ++i) on_completion(completions[static_cast<size_t>(i)]);
+    if (count > 0) ask();
     if (std::exchange(busy_, false)) std::this_thread::sleep_for(kPause);
   }
+}
+
+void Pipeline::Lane::ask() {
+  const ActiveRead* oldest = nullptr;
+  for (const ActiveRead& active : reads_) {
+    if (active.chunk && (!oldest || active.number < oldest->number)) oldest = &active;
+  }
+  std::lock_guard lock(pipeline_.mutex_);
+  auto& question = pipeline_.questions_[direct_];
+  question.reset();
+  if (!oldest) return;
+  const Read& read = *oldest->read;
+  question = Question{{FaultKind::kTimeout, ETIMEDOUT, read.file, read.offset + oldest->done, read.transfer_id}};
 }
 
 void Pipeline::Lane::collect_requests() {
@@ -292,16 +298,6 @@ int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) co
     if (begin <= offset && offset < end) id = transfer.id;
   }
   return id;
-}
-
-void Pipeline::Lane::watch() {
-  const auto limit = pipeline_.options_.io_timeout;
-  if (silence_.look() < limit || limit.count() == 0) return;
-  const ActiveRead* oldest = nullptr;
-  for (const ActiveRead& active : reads_) {
-    if (active.chunk && (!oldest || active.number < oldest->number)) oldest = &active;
-  }
-  fail(*oldest, FaultKind::kTimeout, ETIMEDOUT);
 }
 
 std::vector<ByteRange> Pipeline::Lane::destinations_in_flight() const {

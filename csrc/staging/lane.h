@@ -36,6 +36,8 @@ class Pipeline::Lane {
 
   void run();
   void read_until_stopped();
+  // Notes which read the system is being asked for, the oldest in flight, and that it has just answered others.
+  void ask();
   // Collects what can be submitted now. Waits for work only when nothing is in flight.
   void collect_requests();
   bool take_chunk(bool wait);
@@ -47,8 +49,6 @@ class Pipeline::Lane {
   // The transfer that needs the byte at `offset`, or the read's first one.
   int64_t transfer_at(const ActiveRead& read, int64_t offset) const;
   void release(uint64_t token);
-  // Ends the load when storage has been silent for too long.
-  void watch();
   std::vector<ByteRange> destinations_in_flight() const;
 
   Pipeline& pipeline_;

@@ -75,8 +75,7 @@ DirectIo Pipeline::direct_io(int32_t file) const {
 
 SourceFile& Pipeline::ask_about(int32_t file) {
   std::lock_guard lock(mutex_);
-  asked_file_ = file;
-  file_silence_.end();
+  questions_[kFiles] = Question{{FaultKind::kTimeout, ETIMEDOUT, file}};
   return *files_[static_cast<size_t>(file)];
 }
 
@@ -109,7 +108,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   for (int32_t file : segment->files) ++file_users_[static_cast<size_t>(file)];
   while (!opening->done && !fault_) {
     segment_changed_.wait_for(lock, kWatchInterval);
-    watch_files();
+    watch();
   }
   if (opening->fault) {
     name_transfer(opening->fault, transfers);
@@ -184,16 +183,18 @@ void Pipeline::run_files() {
       failure = e.what();
     }
     lock.lock();
-    asked_file_ = -1;
+    questions_[kFiles].reset();
     if (!failure.empty()) fail({FaultKind::kUnavailable, 0, -1, -1, -1, failure});
   }
   --num_at_storage_;
   storage_left_.notify_all();
 }
 
-void Pipeline::watch_files() {
-  if (asked_file_ < 0 || options_.io_timeout.count() == 0 || file_silence_.look() < options_.io_timeout) return;
-  fail({FaultKind::kTimeout, ETIMEDOUT, asked_file_});
+void Pipeline::watch() {
+  if (options_.io_timeout.count() == 0) return;
+  for (auto& question : questions_) {
+    if (question && question->silence.look() >= options_.io_timeout) fail(question->if_silent);
+  }
 }
 
 void Pipeline::dispatch() {
@@ -324,7 +325,7 @@ bool Pipeline::wait(int64_t segment, std::chrono::milliseconds timeout) {
     const auto now = std::chrono::steady_clock::now();
     if (now >= deadline) return false;
     segment_changed_.wait_until(lock, std::min(deadline, now + kWatchInterval));
-    watch_files();
+    watch();
   }
 }
 

@@ -140,7 +140,7 @@ class Pipeline {
 
   // REQUIRE the lock:
   void post(std::function<void()> task);    // to the thread of files
-  void watch_files();                       // fails when storage does not answer about one
+  void watch();                             // fails when a question is not answered
   void start_threads(const Plan& plan);     // those that it needs and that do not run yet
   void dispatch();                          // moves segments that may start to the lanes
   void start(Segment& segment);             // may end the segment, when it is empty
@@ -171,9 +171,14 @@ class Pipeline {
   std::array<std::deque<Work>, 2> lane_queues_;  // [direct]
   std::deque<Work> ready_;
   std::deque<std::function<void()>> file_tasks_;
-  int32_t asked_file_ = -1;  // what the thread of files is waiting for
-  Silence file_silence_;
-  int num_at_storage_ = 0;  // threads that wait for it: lanes, and that of files
+  // What a lane, or the thread of files, is asking the system. Who waits for a segment looks whether it is answered.
+  struct Question {
+    Fault if_silent;
+    Silence silence{};  // since the last answer
+  };
+  static constexpr size_t kFiles = 2;
+  std::array<std::optional<Question>, 3> questions_;  // [direct], [kFiles]
+  int num_at_storage_ = 0;                            // threads that wait for it: lanes, and that of files
   // Of a lane that has stopped, destinations of reads in flight; nothing: it has not stopped.
   std::array<std::optional<std::vector<ByteRange>>, 2> in_flight_;
   int64_t prepared_ = 0;
