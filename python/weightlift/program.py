@@ -111,10 +111,10 @@ class Program:
 
     # ---- recording
 
-    def tensor(self, name: str) -> CheckpointTensor:
-        """The whole tensor of that name. Raises KeyError."""
+    def tensor(self, name: str, ranges: Sequence[tuple[int, int, int]] = ()) -> CheckpointTensor:
+        """The whole tensor of that name, or a part, as of `CheckpointTensor.of_entry`. Raises KeyError."""
         entry = self.files.tensors[name]
-        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]))
+        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]), ranges)
 
     def start_recording(self, *, hold_seconds: float) -> None:
         """From here on copies gather. Nothing is read for up to `hold_seconds`, unless someone needs values."""
