@@ -91,7 +91,7 @@ def test_an_error_in_the_middle_names_file_tensor_and_place(
     before = resources()
     fuse.fails(f"errno {errno.EIO} {9 * MiB}")
     into = memory()
-    with pytest.raises(CheckpointReadError, match=r"w4: reading at byte \d+ failed: Input/output error") as caught:
+    with pytest.raises(CheckpointReadError, match=r"w[4-7]: reading at byte \d+ failed: Input/output error") as caught:
         fast_load(into, path, config=config(backend, strategy))
     assert caught.value.errno == errno.EIO
     assert caught.value.path == str(path)
