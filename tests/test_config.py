@@ -30,6 +30,7 @@ def test_nothing_said_gives_the_automatic_values() -> None:
         merge_gap_bytes=None,
         num_threads=None,
         advise_hugepages=True,
+        io_timeout_seconds=120.0,
         coverage_wait_seconds=0.25,
     )
 
@@ -47,6 +48,7 @@ def test_environment_decides_what_arguments_leave_open() -> None:
         "WEIGHTLIFT_MERGE_GAP_BYTES": "65536",
         "WEIGHTLIFT_NUM_THREADS": "3",
         "WEIGHTLIFT_ADVISE_HUGEPAGES": "0",
+        "WEIGHTLIFT_IO_TIMEOUT_SECONDS": "30",
         "WEIGHTLIFT_COVERAGE_WAIT_SECONDS": "1.5",
     }
     resolved = LoadConfig(queue_depth=4, advise_hugepages=True).resolve(environment)
@@ -62,6 +64,7 @@ def test_environment_decides_what_arguments_leave_open() -> None:
         merge_gap_bytes=1 << 16,
         num_threads=3,
         advise_hugepages=True,
+        io_timeout_seconds=30.0,
         coverage_wait_seconds=1.5,
     )
     assert set(environment) == {environment_variable(name) for name in OPTIONS}
@@ -111,6 +114,7 @@ def test_sizes_take_binary_suffixes(text: str, expected: int) -> None:
         ("merge_gap_bytes", "lots"),
         ("num_threads", "0"),
         ("advise_hugepages", "maybe"),
+        ("io_timeout_seconds", "-1"),
         ("coverage_wait_seconds", "-0.1"),
         ("coverage_wait_seconds", "inf"),
         ("coverage_wait_seconds", "nan"),

@@ -575,7 +575,7 @@ def test_a_million_reads_of_100_000_tensors_are_planned_in_seconds(tmp_path: Pat
     }
     found = plan_in_a_process(write_sparse(tmp_path / "model.safetensors", tensors), "*:1:1/2")
     assert found["reads"] >= 1_000_000
-    assert found["seconds"] <= 5  # of the processor; 3.2 measured, parsing the header included, on 2 busy cores
+    assert found["seconds"] <= 5  # of the processor; 2.9 measured, parsing the header included, on 2 busy cores
     assert found["peak"] <= 1 << 30
 
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -104,6 +105,8 @@ const char* name_of(FaultKind kind) {
       return "end_of_file";
     case FaultKind::kRead:
       return "read";
+    case FaultKind::kTimeout:
+      return "timeout";
     case FaultKind::kUnavailable:
       return "unavailable";
     case FaultKind::kCancelled:
@@ -132,6 +135,11 @@ PageCache to_page_cache(const std::string& name) {
   throw std::invalid_argument("unknown page_cache: " + name);
 }
 
+// Of 0 and more; what is more than 0 is not made 0.
+std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(std::min(seconds, 1e9) * 1000)));
+}
+
 void require_chunk(int64_t chunk_bytes) {
   if (chunk_bytes < 65536 || chunk_bytes % 65536 != 0 || kMaxReadBytes < chunk_bytes) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 64 KiB, at most 1 GiB");
@@ -149,7 +157,7 @@ using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
 PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
                           int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
-                          int64_t merge_gap_bytes, bool advise_hugepages) {
+                          int64_t merge_gap_bytes, bool advise_hugepages, double io_timeout_seconds) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
@@ -160,6 +168,7 @@ PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_c
   options.merge_gap_bytes = merge_gap_bytes;
   options.num_workers = num_threads;
   options.advise_hugepages = advise_hugepages;
+  options.io_timeout = to_milliseconds(io_timeout_seconds);
   const ReaderOptions reader_options{to_backend(backend), queue_depth, num_threads};
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
     return make_reader(reader_options, direct, fallback);
@@ -357,7 +366,8 @@ PYBIND11_MODULE(_C, m) {
                                     "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
                                     py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
-           "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
+           "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a,
+           "io_timeout_seconds"_a)
       .def(
           "add_file",
           [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
@@ -378,7 +388,7 @@ PYBIND11_MODULE(_C, m) {
           "wait",
           [](Pipeline& pipeline, int64_t segment, double seconds) {
             py::gil_scoped_release release;
-            return pipeline.wait(segment, std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+            return pipeline.wait(segment, to_milliseconds(seconds));
           },
           "segment"_a, "seconds"_a, "True when the segment has landed, or the pipeline has a fault.")
       .def("take_landed", &Pipeline::take_landed)
@@ -386,6 +396,23 @@ PYBIND11_MODULE(_C, m) {
           "fault", [](const Pipeline& pipeline) { return to_tuple(pipeline.fault()); },
           "None, or (kind, errno, file, offset, transfer id, detail).")
       .def("cancel", &Pipeline::cancel)
+      .def(
+          "stop",
+          [](Pipeline& pipeline, double seconds) {
+            py::gil_scoped_release release;
+            return pipeline.stop(to_milliseconds(seconds));
+          },
+          "seconds"_a,
+          "Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.")
+      .def(
+          "destinations_in_flight",
+          [](const Pipeline& pipeline) -> py::typing::Optional<Ranges> {
+            const auto destinations = pipeline.destinations_in_flight();
+            if (!destinations) return py::none();
+            return to_pairs(*destinations);
+          },
+          "Memory, from address to address, that is not staging and that reads in flight may yet write to, after "
+          "stop(). None: all destinations.")
       .def_property_readonly("bytes_landed", &Pipeline::bytes_landed)
       .def("stats", &stats_of);
 

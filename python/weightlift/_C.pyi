@@ -116,18 +116,26 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
         ...
+    def destinations_in_flight(self) -> list[tuple[int, int]] | None:
+        """
+        Memory, from address to address, that is not staging and that reads in flight may yet write to, after stop(). None: all destinations.
+        """
     def fault(self) -> tuple[str, int, int, int, int, str] | None:
         """
         None, or (kind, errno, file, offset, transfer id, detail).
         """
     def stats(self) -> dict[str, typing.Any]:
         ...
+    def stop(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        """
+        Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
+        """
     def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         """
         Starts a batch, which is empty afterwards; returns the segment's id.

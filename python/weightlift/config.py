@@ -223,6 +223,14 @@ class LoadConfig:
             constant=True,
         ),
     ] = None
+    io_timeout_seconds: Annotated[
+        float | None,
+        _duration(
+            "How long storage may answer none of the reads in flight before the load ends with an error.",
+            "Raise it where servers are known to be away for longer; 0 waits for ever.",
+            constant=120.0,
+        ),
+    ] = None
     coverage_wait_seconds: Annotated[
         float | None,
         _duration(
@@ -303,6 +311,7 @@ class ResolvedConfig:
     merge_gap_bytes: int | None
     num_threads: int | None
     advise_hugepages: bool
+    io_timeout_seconds: float
     coverage_wait_seconds: float
 
 

@@ -441,9 +441,9 @@ class PlanningProgram(Program):
             shards = [shard for shard in self.files.shards if id(shard) in wanted]
             self._read_ahead = ReadAhead(self.config, shards, only_decide=True)
 
-    def abort(self) -> None:
+    def abort(self) -> str | None:
         self._planned.clear()
-        super().abort()
+        return super().abort()
 
     # ---- what was planned
 
@@ -729,10 +729,9 @@ def record_slices(
     if unused:
         raise ValueError(f"no tensor fits {listed(sorted(map(str, unused)))}")
     state = {}
-    for name, tensor in checkpoint.items():
-        part: Any = tensor
-        for dim, start, length in ranges.get(name, ()):
-            part = part.narrow(dim, start, length)
+    program = checkpoint._program
+    for name in checkpoint:
+        part = program.tensor(name, ranges.get(name, ()))
         state[name] = empty(part._shape, dtype=part._dtype)
-        checkpoint._program.record(state[name], part)
+        program.record(state[name], part)
     return state

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _C
+from . import _C, unanswered
 from ._logging import logger
 from .config import MiB, ResolvedConfig
 from .pending import PendingOp, has_rows, run_op
@@ -157,10 +157,10 @@ class Program:
 
     # ---- recording
 
-    def tensor(self, name: str) -> CheckpointTensor:
-        """The whole tensor of that name. Raises KeyError."""
+    def tensor(self, name: str, ranges: Sequence[tuple[int, int, int]] = ()) -> CheckpointTensor:
+        """The whole tensor of that name, or a part, as of `CheckpointTensor.of_entry`. Raises KeyError."""
         entry = self.files.tensors[name]
-        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]))
+        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]), ranges)
 
     def start_recording(self, *, hold_seconds: float) -> None:
         """From here on copies gather. Nothing is read for up to `hold_seconds`, unless someone needs values."""
@@ -283,6 +283,11 @@ class Program:
 
     def _hold(self, dst: torch.Tensor) -> None:
         """Keeps the memory of a destination until what is recorded now has landed."""
+        if unanswered.kept and unanswered.may_be_written(span_of(dst)):
+            raise RuntimeError(
+                f"{self.name_of(dst.data_ptr()) or 'a destination'}: reads of an earlier load, which storage has not "
+                "answered, may yet write to its memory; load into new memory"
+            )
         storage = storage_of(dst)
         memory = (storage, storage.data_ptr(), storage.nbytes())
         if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
@@ -545,8 +550,9 @@ class Program:
         while not self._pipeline.wait(segment, _POLL_SECONDS):
             self._tell_progress()
         self._note_landed()
-        if self._pipeline.fault() is not None:
-            raise self._end(self._failure())
+        fault = self._pipeline.fault()
+        if fault is not None:
+            raise self._end_by(fault)
         self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -577,16 +583,24 @@ class Program:
 
     # ---- ending
 
-    def abort(self) -> None:
-        """Drops what has not landed, and reads nothing more. Returns when no read is in flight."""
+    def abort(self) -> str | None:
+        """Drops what has not landed, and reads nothing more. Returns when no read is in flight; or after a while, where
+        storage does not answer, with what is kept until it does."""
         self.recording = False
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.cancel()  # so that a thread that waits for it lets go of the lock
             del pipeline
         with self._lock:
-            self._end_pipeline()
-            self._drop()
+            try:
+                return self._end_pipeline()
+            finally:
+                self._drop()
+
+    def __del__(self) -> None:
+        # Before the destinations go.
+        if getattr(self, "_pipeline", None) is not None:
+            self.abort()
 
     def _drop(self) -> None:
         self._num_dropped += self._ledger.num_dropped
@@ -612,6 +626,16 @@ class Program:
                 )
             self._drop()
 
+    def _end_by(self, fault: tuple[str, int, int, int, int, str]) -> Exception:
+        """`_end` because of the pipeline's fault."""
+        incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
+        was_recording = self.recording
+        kept = self.abort()
+        error = failure(fault, self.files.shards, self._sources, self.config, incomplete, kept)
+        if was_recording:
+            self._failed = error
+        return error
+
     def _end(self, failure: Exception) -> Exception:
         """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
         well."""
@@ -631,13 +655,20 @@ class Program:
             self.turns = None
             self._failed = None  # its traceback holds the frames of the caller, and so the model
 
-    def _end_pipeline(self) -> None:
-        if self._pipeline is not None:
-            stats = self._pipeline.stats()
+    def _end_pipeline(self) -> str | None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is None:
+            return None
+        storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
+        storages += map(storage_of, self._reading.values())
+        try:
+            return unanswered.end(pipeline, storages)
+        finally:
+            stats = pipeline.stats()
+            del pipeline  # an exception keeps the frame, which would keep it
             for text in stats["fallbacks"]:
                 logger.warning("%s", text)
             self._past.append(stats)
-            self._pipeline = None
 
     def _require_open(self, tensor: CheckpointTensor) -> None:
         if tensor._source.real is not None:
@@ -650,14 +681,6 @@ class Program:
             )
         if self._failed is not None:
             raise self._failed
-
-    def _failure(self) -> Exception:
-        """The pipeline's fault as an exception."""
-        assert self._pipeline is not None
-        fault = self._pipeline.fault()
-        assert fault is not None
-        incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
-        return failure(fault, self.files.shards, self._sources, self.config, incomplete)
 
     # ---- what was done
 

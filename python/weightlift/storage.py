@@ -34,6 +34,7 @@ def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[S
         staging_bytes=settings.staging_bytes,
         merge_gap_bytes=settings.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
+        io_timeout_seconds=config.io_timeout_seconds,
     )
     _add_files(pipeline, shards)
     return pipeline
@@ -94,6 +95,7 @@ def failure(
     sources: Sequence[TensorEntry],
     config: ResolvedConfig,
     incomplete: list[str],
+    kept: str | None = None,
 ) -> Exception:
     """A fault of the core as an exception.
 
@@ -101,6 +103,7 @@ def failure(
         fault: as `_C.Pipeline.fault` gives it: kind, errno, file, offset, transfer, detail.
         shards, sources: what its file and its transfer are numbers of.
         incomplete: names of the tensors whose copies did not all land.
+        kept: what is kept because reads are still in flight.
     """
     kind, error, file, offset, transfer, detail = fault
     shard: Shard | None = shards[file] if file >= 0 else None
@@ -124,11 +127,20 @@ def failure(
         problem = f"the file ended at byte {offset}, its header promises {shard.size}; it was truncated during the load"
     elif kind == "changed":
         problem = f"the file has changed since its header was read ({detail}); load again"
+    elif kind == "timeout":
+        what = f"a read at byte {offset}" if offset >= 0 else "what it was asked about the file"
+        problem = (
+            f"storage has not answered {what} for {config.io_timeout_seconds:g} s (io_timeout_seconds); "
+            "see whether its device or server is well, and load again"
+        )
+        if kept is not None:
+            problem += f". Its answer may yet come: {kept} is kept until then, and nothing can be loaded into it"
     else:
         what = "opening it" if kind == "open" else f"reading at byte {offset}" if shard else "waiting for reads"
         problem = f"{what} failed: {os.strerror(error)}"
     cause = OSError(error, os.strerror(error)) if error else None
-    reason = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed"}.get(kind, "ReadFailed")
+    reasons = {"end_of_file": "FileTruncated", "changed": "FileChanged", "open": "OpenFailed", "timeout": "ReadTimeout"}
+    reason = reasons.get(kind, "ReadFailed")
     read_error = CheckpointReadError(f"{problem}{rest}", reason=reason, path=path, tensor=name, cause=cause)
     read_error.incomplete = incomplete
     return read_error
