@@ -19,6 +19,7 @@
 #include "plan/ledger.h"
 #include "plan/planner.h"
 #include "staging/carry_out.h"
+#include "transform/convert.h"
 #include "transform/copy.h"
 #include "util/align.h"
 
