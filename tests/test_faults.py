@@ -151,7 +151,8 @@ def test_storage_that_stops_answering_is_an_error_within_the_time_out(
     assert time.monotonic() - started < 8
     error = caught.value
     assert (error.reason, error.errno, error.path) == ("ReadTimeout", errno.ETIMEDOUT, str(path))
-    assert error.tensor in ("w3", "w4")
+    # Not only of those that the server holds back: they may keep all of its threads busy.
+    assert error.tensor in tensors
     assert f"{path}: {error.tensor}: storage has not answered a read at byte " in str(error)
     assert " for 1 s (io_timeout_seconds)" in str(error)
     assert "its staging memory" in str(error)
