@@ -6,10 +6,13 @@ SHELL := /bin/bash
 export TORCH ?= torch==2.13.0
 export PYTHON ?= python3
 BIN := .venv/bin
-NATIVE_SOURCES = $(shell find csrc tests/native benchmarks/native -name '*.h' -o -name '*.cpp')
+STORAGE ?= build
+FUZZ_SECONDS ?= 60
+NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-ops paper clean
+.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-load bench-storage \
+	bench-ops bench-rivals paper fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -57,16 +60,26 @@ format:  ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-bench: setup  ## Speed and memory beside safetensors and plain reads (BENCH_ARGS="--quick --csv out.csv")
+bench: bench-load bench-storage  ## Loads, and storage alone
+
+bench-load: setup  ## Speed and memory beside safetensors and plain reads (BENCH_ARGS="--quick --csv out.csv")
 	$(BIN)/python -m benchmarks.load $(BENCH_ARGS)
 
-bench-ops: setup  ## Speed of each fused op beside memcpy (needs libbenchmark-dev; BENCH_ARGS="--benchmark_filter=awq")
-	@$(BIN)/cmake -S . -B build/bench_ops -G Ninja -DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DWEIGHTLIFT_BUILD_BENCHMARKS=ON >/dev/null
-	@$(BIN)/ninja -C build/bench_ops --quiet bench_ops
-	build/bench_ops/benchmarks/native/bench_ops $(BENCH_ARGS)
+bench-storage: setup  ## Readers, read sizes, depths and pages on any storage (STORAGE=/mnt/nvme STORAGE_ARGS="--mib=512")
+	@scripts/native_bench.sh bench_storage --path=$(STORAGE) --benchmark_out=build/bench_storage.json $(STORAGE_ARGS)
+	@$(BIN)/python -m benchmarks.storage build/bench_storage.json build/bench_storage
+
+bench-ops: setup  ## Speed of each fused op beside memcpy (BENCH_ARGS="--benchmark_filter=awq")
+	@scripts/native_bench.sh bench_ops $(BENCH_ARGS)
+
+bench-rivals: setup  ## Whole checkpoints and one rank of 8, beside other loaders, in .venv-rivals (RIVALS_ARGS="--quick")
+	@scripts/rivals.sh $(RIVALS_ARGS)
 
 paper: setup  ## What loading the largest public models would take, planned on files without data (BENCH_ARGS="--models kimi-k2")
 	$(BIN)/python -m benchmarks.paper $(BENCH_ARGS)
 
-clean:  ## Remove what was built (not .venv, .venv-vllm)
+fuzz: setup  ## Fuzz plans and headers for FUZZ_SECONDS each (needs clang++ with libFuzzer for plans)
+	@scripts/fuzz.sh $(FUZZ_SECONDS)
+
+clean:  ## Remove what was built (not .venv, .venv-vllm, .venv-rivals)
 	rm -rf build dist

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from weightlift import _C
+
+_COLD_FRACTION, _WARM_FRACTION = 0.01, 0.99
+_ATTEMPTS = 3  # other processes may read the files, or drop the page cache, meanwhile
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -36,6 +40,29 @@ def warm_page_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
             buffer = bytearray(4 << 20)
             while file.readinto(buffer):
                 pass
+
+
+def cached_fraction(paths: Iterable[str | os.PathLike[str]]) -> float:
+    """How much of the files is in the page cache. Ends the program where Linux does not tell."""
+    total = cached = 0
+    for path in paths:
+        size = os.path.getsize(path)
+        resident = _C.resident_bytes(os.fspath(path), 0, size)
+        if resident < 0:
+            raise SystemExit(f"{path}: what of it is cached can't be told: {os.strerror(-resident)}")
+        total, cached = total + size, cached + resident
+    return cached / total
+
+
+def require_state(paths: Iterable[str | os.PathLike[str]], *, cold: bool) -> None:
+    """Drops the files from the page cache, or reads them into it; ends the program where that has not worked."""
+    paths = list(paths)
+    for _ in range(_ATTEMPTS):
+        (drop_page_cache if cold else warm_page_cache)(paths)
+        fraction = cached_fraction(paths)
+        if fraction <= _COLD_FRACTION if cold else fraction >= _WARM_FRACTION:
+            return
+    raise SystemExit(f"{fraction:.1%} of the files are in the page cache: not {'cold' if cold else 'warm'}")
 
 
 def _can_drop_caches() -> bool:

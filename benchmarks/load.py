@@ -19,6 +19,7 @@ from benchmarks import data, reference
 from benchmarks.cold import cold_method, drop_page_cache, warm_page_cache
 from benchmarks.measure import PeakMemory, Row, in_child, interleaved, machine, stopwatch, table, write_csv
 from weightlift.checkpoint import locate
+from weightlift.config import DEFAULT_STAGING_BYTES
 from weightlift.entries import TensorEntry
 
 WORLD_SIZE, RANK = 8, 3
@@ -209,7 +210,7 @@ def memory_rows(gibibytes: int, rounds: int) -> list[Row]:
     """Peak of anonymous memory beyond the destination. Its pages are touched before, or counted and subtracted."""
     folder = in_child(lambda: data.llama(gibibytes))
     paths, entries = data.shard_paths(folder), entries_of(folder)
-    staging = weightlift.LoadConfig().resolve({}).staging_bytes
+    staging = DEFAULT_STAGING_BYTES
     limit = staging / MIB + 64
 
     def through_load_file() -> float:

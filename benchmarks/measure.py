@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from weightlift.machine import machine as machine_found
+from weightlift.machine import storage_of
+
 Result = TypeVar("Result")
 
 
@@ -213,20 +216,10 @@ def write_csv(path: str, rows: list[Row]) -> None:
 
 
 def machine(folder: Path) -> str:
-    """What the numbers were measured on, in a few lines."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "unknown processor",
-    )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    file_system, at = "unknown", ""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split()
-        if folder.resolve().is_relative_to(mount) and len(mount) >= len(at):
-            file_system, at = kind, mount
-    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
-    release = os.uname().release
+    """What the numbers were measured on, in a line."""
+    found, storage = machine_found(), storage_of(str(folder))
     return (
-        f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB; Linux {release}; {file_system}; "
-        f"huge pages {huge_pages}; Python {sys.version.split()[0]}, torch {torch.__version__}"
+        f"{found['processor']}, {found['cores']} cores, {found['memory_bytes'] / (1 << 30):.0f} GiB; "
+        f"Linux {found['kernel']}; {storage['file_system']}; huge pages {found['huge_pages']}; "
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}"
     )

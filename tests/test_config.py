@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 import weightlift
-from weightlift import storage
-from weightlift.config import OPTIONS, LoadConfig, ResolvedConfig, environment_variable
+from weightlift import settings
+from weightlift.config import DEFAULT_STAGING_BYTES, OPTIONS, LoadConfig, ResolvedConfig, environment_variable
 from weightlift.report import format_bytes
 
 
@@ -21,14 +21,16 @@ def test_nothing_said_gives_the_automatic_values() -> None:
     assert resolved == ResolvedConfig(
         backend="auto",
         strategy="auto",
+        page_cache="keep",
         prefetch_num_threads=8,
         prefetch_block_bytes=16 << 20,
         queue_depth=None,
         chunk_bytes=None,
-        staging_bytes=256 << 20,
+        staging_bytes=None,
         merge_gap_bytes=None,
         num_threads=None,
         advise_hugepages=True,
+        io_timeout_seconds=120.0,
         coverage_wait_seconds=0.25,
     )
 
@@ -37,6 +39,7 @@ def test_environment_decides_what_arguments_leave_open() -> None:
     environment = {
         "WEIGHTLIFT_BACKEND": "pread",
         "WEIGHTLIFT_STRATEGY": "prefetch",
+        "WEIGHTLIFT_PAGE_CACHE": "keep",
         "WEIGHTLIFT_PREFETCH_NUM_THREADS": "5",
         "WEIGHTLIFT_PREFETCH_BLOCK_BYTES": "4MiB",
         "WEIGHTLIFT_QUEUE_DEPTH": "16",
@@ -45,12 +48,14 @@ def test_environment_decides_what_arguments_leave_open() -> None:
         "WEIGHTLIFT_MERGE_GAP_BYTES": "65536",
         "WEIGHTLIFT_NUM_THREADS": "3",
         "WEIGHTLIFT_ADVISE_HUGEPAGES": "0",
+        "WEIGHTLIFT_IO_TIMEOUT_SECONDS": "30",
         "WEIGHTLIFT_COVERAGE_WAIT_SECONDS": "1.5",
     }
     resolved = LoadConfig(queue_depth=4, advise_hugepages=True).resolve(environment)
     assert resolved == ResolvedConfig(
         backend="pread",
         strategy="prefetch",
+        page_cache="keep",
         prefetch_num_threads=5,
         prefetch_block_bytes=4 << 20,
         queue_depth=4,
@@ -59,6 +64,7 @@ def test_environment_decides_what_arguments_leave_open() -> None:
         merge_gap_bytes=1 << 16,
         num_threads=3,
         advise_hugepages=True,
+        io_timeout_seconds=30.0,
         coverage_wait_seconds=1.5,
     )
     assert set(environment) == {environment_variable(name) for name in OPTIONS}
@@ -70,7 +76,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_empty_variable_says_nothing() -> None:
-    assert LoadConfig().resolve({"WEIGHTLIFT_STAGING_BYTES": " "}).staging_bytes == 256 << 20
+    assert LoadConfig().resolve({"WEIGHTLIFT_STAGING_BYTES": " "}).staging_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,7 @@ def test_sizes_take_binary_suffixes(text: str, expected: int) -> None:
         ("merge_gap_bytes", "lots"),
         ("num_threads", "0"),
         ("advise_hugepages", "maybe"),
+        ("io_timeout_seconds", "-1"),
         ("coverage_wait_seconds", "-0.1"),
         ("coverage_wait_seconds", "inf"),
         ("coverage_wait_seconds", "nan"),
@@ -182,11 +189,19 @@ def test_a_config_does_not_change() -> None:
 
 
 def test_automatic_values_are_those_that_programs_use() -> None:
-    assert OPTIONS["queue_depth"].automatic == str(storage.QUEUE_DEPTH)
-    assert OPTIONS["chunk_bytes"].automatic.startswith(format_bytes(storage.CHUNK_BYTES).replace(".00", ""))
-    assert format_bytes(storage.CHUNK_UNIT).replace(".00", "") in OPTIONS["chunk_bytes"].effect
-    assert OPTIONS["merge_gap_bytes"].automatic == format_bytes(storage.MERGE_GAP_BYTES).replace(".00", "")
-    assert OPTIONS["num_threads"].automatic.endswith(f"at most {storage.MAX_THREADS}")
+    def short(num_bytes: int) -> str:
+        return format_bytes(num_bytes).replace(".00", "")
+
+    there = "on a network file system"
+    depths = f"{settings.QUEUE_DEPTH}; {settings.NETWORK_QUEUE_DEPTH} {there}"
+    assert OPTIONS["queue_depth"].automatic.startswith(depths)
+    chunks = f"{short(settings.CHUNK_BYTES)}; {short(settings.NETWORK_CHUNK_BYTES)} {there}"
+    assert OPTIONS["chunk_bytes"].automatic.startswith(chunks)
+    assert short(settings.CHUNK_UNIT) in OPTIONS["chunk_bytes"].effect
+    gaps = f"{short(settings.MERGE_GAP_BYTES)}; {short(settings.NETWORK_MERGE_GAP_BYTES)} {there}"
+    assert OPTIONS["merge_gap_bytes"].automatic == gaps
+    assert OPTIONS["staging_bytes"].automatic.startswith(short(DEFAULT_STAGING_BYTES))
+    assert OPTIONS["num_threads"].automatic.endswith(f"at most {settings.MAX_THREADS}")
     assert OPTIONS["prefetch_num_threads"].automatic == str(LoadConfig().resolve({}).prefetch_num_threads)
     prefetch_block = format_bytes(LoadConfig().resolve({}).prefetch_block_bytes)
     assert OPTIONS["prefetch_block_bytes"].automatic == prefetch_block.replace(".00", "")

@@ -268,14 +268,14 @@ def test_copies_that_torch_converts_are_planned_and_counted_as_transient(tmp_pat
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.randn(256, 256)}, path)
     config = LoadConfig(strategy="buffered")
-    planned, loaded = torch.zeros(256, 128, dtype=torch.float64), torch.zeros(256, 128, dtype=torch.float64)
+    planned, loaded = torch.ones(256, 128, dtype=torch.int32), torch.ones(256, 128, dtype=torch.int32)
     with open_plan(path, config=config) as checkpoint:
         planned.copy_(checkpoint["w"][:, 128:])
         checkpoint.run()
         plan = plan_of(checkpoint)
     with weightlift.open_checkpoint(path, config=config) as checkpoint:
         loaded.copy_(checkpoint["w"][:, 128:])
-    assert not planned.any()
+    assert planned.all()
     assert plan.memory.transient == 256 * 128 * 4
     assert (plan.report.bytes_read, plan.report.num_reads) == (
         checkpoint.report.bytes_read,
@@ -575,7 +575,7 @@ def test_a_million_reads_of_100_000_tensors_are_planned_in_seconds(tmp_path: Pat
     }
     found = plan_in_a_process(write_sparse(tmp_path / "model.safetensors", tensors), "*:1:1/2")
     assert found["reads"] >= 1_000_000
-    assert found["seconds"] <= 5  # of the processor; 3.2 measured, parsing the header included, on 2 busy cores
+    assert found["seconds"] <= 5  # of the processor; 2.9 measured, parsing the header included, on 2 busy cores
     assert found["peak"] <= 1 << 30
 
 

@@ -17,7 +17,8 @@ from weightlift import _C as core
 from weightlift import LoadConfig, LoadReport, fast_load, load_file, open_checkpoint, prefetch
 from weightlift.available_memory import available_bytes
 from weightlift.filesystem import Mount, find_mount, mount_of
-from weightlift.prefetch import Prefetch, local_rank, prefetch_pays, read_into_cache
+from weightlift.prefetch import Prefetch, prefetch_pays, read_into_cache
+from weightlift.settings import local_rank
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -373,7 +374,8 @@ def test_auto_prefetches_across_a_network(
     make_cold(paths_of(folder))
     with caplog.at_level(logging.INFO, logger="weightlift"):
         report = load(folder)
-    (note,) = report.strategy_notes
+    note, reads = report.strategy_notes
+    assert reads.startswith("reads of up to 8.00 MiB, 32 in flight")
     assert note.startswith(f"prefetch: {tmp_path.resolve()} is nfs4, a network file system, and its 24.00 MiB fit into")
     assert note in caplog.messages
     assert report.buffered_bytes == report.bytes_read
@@ -381,7 +383,7 @@ def test_auto_prefetches_across_a_network(
     monkeypatch.setattr(prefetch, "available_bytes", lambda: 25 * MiB)
     caplog.clear()
     report = load(folder)
-    (note,) = report.strategy_notes
+    note, _ = report.strategy_notes
     assert note.startswith("no prefetch: ")
     assert [record.levelno for record in caplog.records if record.getMessage() == note] == [logging.WARNING]
 
@@ -393,7 +395,7 @@ def test_auto_prefetches_only_files_that_are_across_a_network(tmp_path: Path, mo
     ]
     kinds = {"a": "ext4", "b": "nfs"}
     monkeypatch.setattr(prefetch, "mount_of", lambda path: Mount(f"/{path[1]}", kinds[path[1]]))
-    chosen, (note,) = prefetch._to_prefetch("auto", shards)
+    chosen, (note,) = prefetch._to_prefetch(LoadConfig().resolve({}), shards)
     assert chosen == [shards[1]]
     assert "/b is nfs" in note
     assert "1.00 MiB fit" in note

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1309,11 +1308,9 @@ def test_pipeline_that_cannot_be_made_fails_the_load_for_good(
     assert (p == -1).all()
 
 
-def test_failed_wait_names_no_byte(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = SimpleNamespace(fault=lambda: ("read", errno.EIO, -1, -1, -1, ""))
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint._program, "_pipeline", pipeline)
-        assert "waiting for reads failed: Input/output error" in str(checkpoint._program._failure())
+def test_failed_wait_names_no_byte(checkpoint: Checkpoint) -> None:
+    failure = checkpoint._program._end_by(("read", errno.EIO, -1, -1, -1, ""))
+    assert "waiting for reads failed: Input/output error" in str(failure)
 
 
 def test_landed_tensor_can_be_copied_after_close(checkpoint: Checkpoint) -> None:

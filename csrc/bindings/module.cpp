@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/measure.h"
 #include "bindings/ops.h"
 #include "plan/geometry.h"
 #include "plan/ledger.h"
@@ -26,7 +28,7 @@
 #include "readers/residency.h"
 #include "staging/pipeline.h"
 #include "staging/plan_files.h"
-#include "transform/copy.h"
+#include "transform/convert.h"
 #include "util/unique_fd.h"
 
 namespace py = pybind11;
@@ -48,7 +50,7 @@ int64_t to_int(PyObject* number) {
 
 // Element types cross the border as their position in the enumeration.
 ElementType to_type(int code) {
-  if (code < 0 || code > static_cast<int>(ElementType::kBFloat16)) throw std::invalid_argument("unknown element type");
+  if (code < 0 || code >= kNumElementTypes) throw std::invalid_argument("unknown element type");
   return static_cast<ElementType>(code);
 }
 
@@ -103,6 +105,8 @@ const char* name_of(FaultKind kind) {
       return "end_of_file";
     case FaultKind::kRead:
       return "read";
+    case FaultKind::kTimeout:
+      return "timeout";
     case FaultKind::kUnavailable:
       return "unavailable";
     case FaultKind::kCancelled:
@@ -125,6 +129,17 @@ Backend to_backend(const std::string& name) {
   throw std::invalid_argument("unknown backend: " + name);
 }
 
+PageCache to_page_cache(const std::string& name) {
+  if (name == "keep") return PageCache::kKeep;
+  if (name == "leave") return PageCache::kLeave;
+  throw std::invalid_argument("unknown page_cache: " + name);
+}
+
+// Of 0 and more; what is more than 0 is not made 0.
+std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(std::min(seconds, 1e9) * 1000)));
+}
+
 void require_chunk(int64_t chunk_bytes) {
   if (chunk_bytes < 65536 || chunk_bytes % 65536 != 0 || kMaxReadBytes < chunk_bytes) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 64 KiB, at most 1 GiB");
@@ -140,17 +155,20 @@ struct DeleteInOwnProcess {
 };
 using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
-PipelinePtr make_pipeline(const std::string& strategy, const std::string& backend, int queue_depth, int num_threads,
-                          int64_t chunk_bytes, int64_t staging_bytes, int64_t merge_gap_bytes, bool advise_hugepages) {
+PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
+                          int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
+                          int64_t merge_gap_bytes, bool advise_hugepages, double io_timeout_seconds) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
   options.strategy = to_strategy(strategy);
+  options.page_cache = to_page_cache(page_cache);
   options.chunk_bytes = chunk_bytes;
   options.staging_bytes = staging_bytes;
   options.merge_gap_bytes = merge_gap_bytes;
   options.num_workers = num_threads;
   options.advise_hugepages = advise_hugepages;
+  options.io_timeout = to_milliseconds(io_timeout_seconds);
   const ReaderOptions reader_options{to_backend(backend), queue_depth, num_threads};
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
     return make_reader(reader_options, direct, fallback);
@@ -193,8 +211,8 @@ Stats planned_stats_of(const ReadPlanner& planner) {
     const ReadStats::File& file = stats.files[i];
     const DirectIo& direct_io = planner.direct_io(static_cast<int32_t>(i));
     files.append(py::dict(py::arg("num_reads") = file.num_reads, py::arg("direct_bytes") = file.direct_bytes,
-                          py::arg("buffered_bytes") = file.buffered_bytes, py::arg("direct_usable") = direct_io.usable,
-                          py::arg("direct_proven") = direct_io.proven,
+                          py::arg("buffered_bytes") = file.buffered_bytes, py::arg("cached_bytes") = file.cached_bytes,
+                          py::arg("direct_usable") = direct_io.usable, py::arg("direct_proven") = direct_io.proven,
                           py::arg("offset_alignment") = direct_io.offset_alignment,
                           py::arg("direct_reason") = direct_io.reason));
   }
@@ -213,6 +231,7 @@ Stats stats_of(const Pipeline& pipeline) {
     const DirectIo direct_io = pipeline.direct_io(static_cast<int32_t>(i));
     files.append(py::dict(py::arg("direct_bytes") = stats.files[i].direct_bytes,
                           py::arg("buffered_bytes") = stats.files[i].buffered_bytes,
+                          py::arg("cached_bytes") = stats.files[i].cached_bytes,
                           py::arg("direct_usable") = direct_io.usable, py::arg("direct_proven") = direct_io.proven,
                           py::arg("offset_alignment") = direct_io.offset_alignment,
                           py::arg("direct_reason") = direct_io.reason));
@@ -238,6 +257,7 @@ PYBIND11_MODULE(_C, m) {
   using namespace pybind11::literals;  // for "x"_a
 
   bind_ops(m);
+  bind_measure(m);
 
   py::class_<Batch>(m, "Batch", "Transfers with disjoint destinations, on their way to a Pipeline.")
       .def(py::init<>())
@@ -345,8 +365,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Pipeline, PipelinePtr>(m, "Pipeline",
                                     "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
                                     py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "backend"_a, "queue_depth"_a, "num_threads"_a,
-           "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
+      .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
+           "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a,
+           "io_timeout_seconds"_a)
       .def(
           "add_file",
           [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
@@ -367,7 +388,7 @@ PYBIND11_MODULE(_C, m) {
           "wait",
           [](Pipeline& pipeline, int64_t segment, double seconds) {
             py::gil_scoped_release release;
-            return pipeline.wait(segment, std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+            return pipeline.wait(segment, to_milliseconds(seconds));
           },
           "segment"_a, "seconds"_a, "True when the segment has landed, or the pipeline has a fault.")
       .def("take_landed", &Pipeline::take_landed)
@@ -375,6 +396,23 @@ PYBIND11_MODULE(_C, m) {
           "fault", [](const Pipeline& pipeline) { return to_tuple(pipeline.fault()); },
           "None, or (kind, errno, file, offset, transfer id, detail).")
       .def("cancel", &Pipeline::cancel)
+      .def(
+          "stop",
+          [](Pipeline& pipeline, double seconds) {
+            py::gil_scoped_release release;
+            return pipeline.stop(to_milliseconds(seconds));
+          },
+          "seconds"_a,
+          "Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.")
+      .def(
+          "destinations_in_flight",
+          [](const Pipeline& pipeline) -> py::typing::Optional<Ranges> {
+            const auto destinations = pipeline.destinations_in_flight();
+            if (!destinations) return py::none();
+            return to_pairs(*destinations);
+          },
+          "Memory, from address to address, that is not staging and that reads in flight may yet write to, after "
+          "stop(). None: all destinations.")
       .def_property_readonly("bytes_landed", &Pipeline::bytes_landed)
       .def("stats", &stats_of);
 
@@ -411,6 +449,9 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", &planned_stats_of,
            "Of all plans. `sizes` are numbers and bytes of reads of 2^i bytes and more, and fewer than 2^(i+1).");
 
+  m.def(
+      "can_convert", [](int src_type, int dst_type) { return can_convert(to_type(src_type), to_type(dst_type)); },
+      "src_type"_a, "dst_type"_a, "Whether a transfer may convert elements of one type into the other.");
   m.def("resident_bytes", &resident_bytes, "path"_a, "offset"_a, "length"_a,
         "Bytes of the range that are in the page cache, or -errno.");
 }

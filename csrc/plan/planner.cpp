@@ -268,7 +268,8 @@ class FilePlanner {
       close_chunk();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
-                              0, mode.direct, prepare(transfer, destination, destination + (end - at), mode.direct)});
+                              0, mode.direct, mode.cached,
+                              prepare(transfer, destination, destination + (end - at), mode.direct)});
       plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
       at = end;
     }
@@ -334,12 +335,19 @@ class FilePlanner {
         plan_.transfers[static_cast<size_t>(plan_.pieces[static_cast<size_t>(first_piece)].transfer)].id;
     // Side by side in the staging buffer: the pieces see one read.
     std::vector<Read> reads;
-    for (int64_t at = 0; at < length; at += options_.chunk_bytes) {
-      const int64_t offset = submitted_begin + at;
-      const int64_t part = std::min(options_.chunk_bytes, length - at);
-      reads.push_back({file_, offset, part, std::min(end, offset + part), nullptr, at, transfer_id});
-    }
+    add_reads(submitted_begin, length, end, 0, transfer_id, reads);
     add_to_chunk(reads, align_up(length, kStagingAlignment), mode, first_piece);
+  }
+
+  // Reads of [offset, offset + length), of which the bytes before `needed_end` are needed: as many as that takes, side
+  // by side in the staging buffer.
+  void add_reads(int64_t offset, int64_t length, int64_t needed_end, int64_t staging_offset, int64_t transfer_id,
+                 std::vector<Read>& reads) const {
+    for (int64_t at = 0; at < length; at += options_.chunk_bytes) {
+      const int64_t part = std::min(options_.chunk_bytes, length - at);
+      const int64_t end = std::min(needed_end, offset + at + part);
+      reads.push_back({file_, offset + at, part, end, nullptr, staging_offset + at, transfer_id});
+    }
   }
 
   // Reads the rows of one granule each on its own.
@@ -354,7 +362,7 @@ class FilePlanner {
       const int64_t end = begin + row_bytes;
       const int64_t submitted_begin = align_down(begin, mode.offset_alignment);
       const int64_t length = align_up(end, mode.offset_alignment) - submitted_begin;
-      reads.push_back({file_, submitted_begin, length, end, nullptr, staging_bytes, transfer.id});
+      add_reads(submitted_begin, length, end, staging_bytes, transfer.id, reads);
       staging_bytes += align_up(length, kStagingAlignment);
       plan_.bytes_read += length;
     }
@@ -368,12 +376,13 @@ class FilePlanner {
   // new one if that has no room. The reads' staging offsets count from the first of them.
   void add_to_chunk(const std::vector<Read>& reads, int64_t staging_bytes, const ReadMode& mode, int64_t first_piece) {
     const auto num_reads = static_cast<int32_t>(reads.size());
-    if (chunk_ && (chunk_->direct != mode.direct || chunk_->num_reads + num_reads > kMaxReadsPerChunk ||
+    if (chunk_ && (chunk_->direct != mode.direct || chunk_->cached != mode.cached ||
+                   chunk_->num_reads + num_reads > kMaxReadsPerChunk ||
                    chunk_->staging_bytes + staging_bytes > options_.chunk_bytes)) {
       close_chunk();
     }
     if (!chunk_) {
-      chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, -1};
+      chunk_ = Chunk{static_cast<int32_t>(plan_.reads.size()), 0, first_piece, 0, 0, mode.direct, mode.cached, -1};
     }
     for (Read read : reads) {
       read.staging_offset += chunk_->staging_bytes;

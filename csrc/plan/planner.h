@@ -28,6 +28,7 @@ struct ReadMode {
   bool direct = false;           // bypassing the page cache
   int64_t offset_alignment = 1;  // of file offsets and lengths; 1 when not direct
   int64_t memory_alignment = 1;  // of buffers
+  bool cached = false;           // out of the page cache, where nearly all of it is
   bool operator==(const ReadMode&) const = default;
 };
 
@@ -79,6 +80,7 @@ struct Chunk {
   int64_t num_pieces;     // 0: in place
   int64_t staging_bytes;  // 0: in place
   bool direct;
+  bool cached;          // see ReadMode
   int32_t preparation;  // in place: position in Plan::preparations of the step to wait for; -1: none
 };
 

@@ -27,7 +27,7 @@ struct Transfer {
   int64_t id = 0;          // position in the program; errors and completions name it
   int32_t file = 0;        // index of the file
   ElementType src_type{};  // as on disk
-  ElementType dst_type{};  // as in memory: equal to src_type (bytes are moved) or another float (numbers are converted)
+  ElementType dst_type{};  // as in memory: equal to src_type (bytes are moved), or what it can_convert() to
   int64_t src_offset = 0;  // of the first element, from the start of the file, bytes
   std::byte* dst = nullptr;
   std::vector<Dim> dims;

@@ -9,8 +9,8 @@
 namespace weightlift {
 namespace {
 
-// Threads that read directly sleep nearly all the time; so many keep any disk busy with reads of megabytes.
-constexpr int kMaxDirectThreads = 16;
+// Threads that wait for storage sleep nearly all the time; more than so many are no better than a deep queue.
+constexpr int kMaxWaiting = 64;
 
 }  // namespace
 
@@ -22,7 +22,8 @@ std::unique_ptr<Reader> make_reader(const ReaderOptions& options, bool direct, s
     if (options.backend == Backend::kUring) throw std::runtime_error(refusal);
     *fallback = "reading with threads instead of io_uring: " + refusal;
   }
-  return make_pread_reader(direct ? std::min(options.queue_depth, kMaxDirectThreads) : options.num_threads);
+  return make_pread_reader(
+      {.num_waiting = std::min(options.queue_depth, kMaxWaiting), .num_copying = direct ? 0 : options.num_threads});
 }
 
 }  // namespace weightlift

@@ -22,6 +22,8 @@ struct ReadRequest {
   std::byte* buffer = nullptr;  // where the bytes go
   int64_t offset = 0;           // in the file, bytes
   int64_t length = 0;           // bytes, 0 < length <= kMaxReadBytes
+  int flags = 0;                // RWF_* of preadv2(2)
+  bool cached = false;          // it is expected to be a copy out of the page cache, which keeps a processor busy
   uint64_t token = 0;           // comes back in the completion; the caller's business
 };
 

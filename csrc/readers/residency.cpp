@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "util/align.h"
@@ -43,22 +44,31 @@ int64_t pages_by_cachestat(int fd, int64_t offset, int64_t length) {
   return static_cast<int64_t>(stat.cached);
 }
 
-// The same. REQUIRES: offset is a multiple of the page size.
-int64_t pages_by_mincore(int fd, int64_t offset, int64_t length) {
-  std::vector<unsigned char> resident;
-  int64_t pages = 0;
+// Calls visit(offset, state) for each page of a range: the lowest bit of a state says whether it is resident. Returns 0
+// or -errno. REQUIRES: offset is a multiple of the page size.
+template <typename Visit>
+int64_t for_each_page(int fd, int64_t offset, int64_t length, const Visit& visit) {
+  std::vector<unsigned char> states;
   for (int64_t done = 0; done < length; done += kMincoreWindow) {
     const int64_t window = std::min(kMincoreWindow, length - done);
     // Never touched, so a file that is truncated meanwhile does no harm.
     void* mapping = ::mmap(nullptr, window, PROT_NONE, MAP_PRIVATE, fd, offset + done);
     if (mapping == MAP_FAILED) return -errno;
-    resident.resize(align_up(window, page_size()) / page_size());
-    const int error = ::mincore(mapping, window, resident.data()) == 0 ? 0 : errno;
+    states.resize(align_up(window, page_size()) / page_size());
+    const int error = ::mincore(mapping, window, states.data()) == 0 ? 0 : errno;
     ::munmap(mapping, window);
     if (error != 0) return -error;
-    pages += std::count_if(resident.begin(), resident.end(), [](unsigned char page) { return (page & 1) != 0; });
+    int64_t page = offset + done;
+    for (const unsigned char state : states) visit(std::exchange(page, page + page_size()), state);
   }
-  return pages;
+  return 0;
+}
+
+// Resident pages of a range, or -errno. REQUIRES: as for_each_page.
+int64_t pages_by_mincore(int fd, int64_t offset, int64_t length) {
+  int64_t pages = 0;
+  const int64_t error = for_each_page(fd, offset, length, [&](int64_t, unsigned char state) { pages += state & 1; });
+  return error < 0 ? error : pages;
 }
 
 // 0 if mincore can be believed of this file, or -errno. Of a file that the process could not write it says that all is
@@ -94,6 +104,23 @@ int64_t Residency::resident_bytes(int64_t offset, int64_t length) const {
   const int64_t pages = method_ == Method::kCachestat ? pages_by_cachestat(fd_, begin, offset + length - begin)
                                                       : pages_by_mincore(fd_, begin, offset + length - begin);
   return pages < 0 ? pages : std::min(pages * page_size(), length);
+}
+
+std::vector<ByteRange> Residency::absent_ranges(int64_t offset, int64_t length) const {
+  std::vector<ByteRange> absent;
+  if (method_ == Method::kUnknown || length <= 0) return absent;
+  if (resident_bytes(offset, length) == 0) return {{offset, offset + length}};
+  // Which pages are there, mincore alone says; it tells the truth wherever one of the two does.
+  for_each_page(fd_, offset, length, [&](int64_t page, unsigned char state) {
+    if ((state & 1) != 0) return;
+    const int64_t end = std::min(page + page_size(), offset + length);
+    if (!absent.empty() && absent.back().end == page) {
+      absent.back().end = end;
+    } else {
+      absent.push_back({page, end});
+    }
+  });
+  return absent;
 }
 
 std::string_view Residency::method() const {

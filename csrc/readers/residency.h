@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <string_view>
+#include <vector>
+
+#include "plan/geometry.h"
 
 namespace weightlift {
 
@@ -16,6 +19,10 @@ class Residency {
   // Resident bytes of [offset, offset + length), in whole pages and at most `length`; or -errno. Past the end of the
   // file nothing is resident. REQUIRES: offset >= 0.
   int64_t resident_bytes(int64_t offset, int64_t length) const;
+
+  // The parts of [offset, offset + length) that are not resident, in whole pages, ascending; empty where that can't be
+  // told. REQUIRES: offset is a multiple of the page size, and the range ends within the file.
+  std::vector<ByteRange> absent_ranges(int64_t offset, int64_t length) const;
 
   // "cachestat", "mincore" or "unknown"; when unknown, resident_bytes() is always -errno.
   std::string_view method() const;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +13,8 @@ namespace {
 // A window counts as resident when at least this share of it is in the page cache: reading the few missing pages
 // through the cache is cheaper than fetching all the others again.
 constexpr double kResidentShare = 0.95;
+
+constexpr int kRwfDontCache = 0x80;  // Linux 6.14, newer than C libraries
 
 // Does not wait for the other end of a pipe that has taken the file's place.
 int open_retrying(const std::string& path, int flags) {
@@ -25,7 +28,7 @@ int open_retrying(const std::string& path, int flags) {
 
 }  // namespace
 
-Fault SourceFile::open(Strategy strategy) {
+Fault SourceFile::open(Strategy strategy, PageCache page_cache) {
   if (buffered_) return {};
   UniqueFd fd(open_retrying(path_, 0));
   if (!fd) return {FaultKind::kOpen, errno, index_};
@@ -41,8 +44,35 @@ Fault SourceFile::open(Strategy strategy) {
       return {FaultKind::kUnavailable, 0, index_, -1, -1, direct_io_.reason};
     }
   }
-  if (strategy == Strategy::kAuto && direct_) residency_ = std::make_unique<Residency>(fd.get());
+  if (strategy != Strategy::kDirect || page_cache == PageCache::kLeave)
+    residency_ = std::make_unique<Residency>(fd.get());
+  if (page_cache == PageCache::kLeave) {
+    if (Fault fault = prepare_to_leave(fd.get())) {
+      direct_.reset();
+      return fault;
+    }
+  }
   buffered_ = std::move(fd);
+  return {};
+}
+
+Fault SourceFile::prepare_to_leave(int fd) {
+  std::byte byte;
+  const iovec memory = {.iov_base = &byte, .iov_len = 1};
+  if (::preadv2(fd, &memory, 1, 0, kRwfDontCache) >= 0) buffered_flags_ = kRwfDontCache;
+  // Not with the flag alone where it can be helped: of a large folio that two reads share, it leaves one.
+  drops_ = residency_->method() != "unknown";
+  if (!direct_ && buffered_flags_ == 0 && !drops_) {
+    return {
+        FaultKind::kUnavailable,
+        0,
+        index_,
+        -1,
+        -1,
+        "reads can't keep out of the page cache here (no RWF_DONTCACHE), and what to leave in it can't be told, since "
+        "only who could write a file may see what is cached of it"};
+  }
+  ::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // nothing is read ahead, beyond what is planned
   return {};
 }
 
@@ -66,21 +96,28 @@ Fault SourceFile::compare(int fd) const {
 }
 
 void SourceFile::close() {
+  for (const ByteRange range : std::exchange(absent_, {})) {
+    ::posix_fadvise(buffered_.get(), range.begin, range.size(), POSIX_FADV_DONTNEED);
+  }
   residency_.reset();
   direct_.reset();
   buffered_.reset();
 }
 
-ReadMode SourceFile::mode_of(Strategy strategy, ByteRange range) const {
-  if (!direct_) return {};
-  const ReadMode direct{true, direct_io_.offset_alignment, direct_io_.memory_alignment};
-  if (strategy == Strategy::kDirect) return direct;
+ReadMode SourceFile::mode_of(Strategy strategy, ByteRange range) {
+  const ReadMode direct{
+      .direct = true, .offset_alignment = direct_io_.offset_alignment, .memory_alignment = direct_io_.memory_alignment};
+  if (strategy == Strategy::kDirect && !drops_) return direct;
   range.end = std::min(range.end, identity_.size);
   const int64_t resident = residency_->resident_bytes(range.begin, range.size());
   // Where residency can't be told, nothing is assumed to be cached: direct reads are right in any case.
-  const bool cached =
-      resident >= 0 && static_cast<double>(resident) >= kResidentShare * static_cast<double>(range.size());
-  return cached ? ReadMode{} : direct;
+  const bool cached = strategy != Strategy::kDirect && resident >= 0 &&
+                      static_cast<double>(resident) >= kResidentShare * static_cast<double>(range.size());
+  if (drops_ && resident < range.size() && (cached || !direct_io_.proven)) {
+    const std::vector<ByteRange> absent = residency_->absent_ranges(range.begin, range.size());
+    absent_.insert(absent_.end(), absent.begin(), absent.end());
+  }
+  return cached ? ReadMode{.cached = true} : direct_ ? direct : ReadMode{};
 }
 
 }  // namespace weightlift

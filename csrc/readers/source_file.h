@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "plan/planner.h"
 #include "readers/probe.h"
@@ -24,16 +26,28 @@ struct FileIdentity {
 // Which way to read: the user's choice, or by what is found.
 enum class Strategy { kAuto, kDirect, kBuffered };
 
+// What becomes of the pages that buffered reads bring into the page cache.
+enum class PageCache {
+  kKeep,   // they stay, for who reads the file next
+  kLeave,  // the cache is left as it was found: read with RWF_DONTCACHE where that works, and what was not there before
+           // is dropped when the file is closed, where that can be told
+};
+
 class SourceFile {
  public:
   SourceFile(int32_t index, std::string path, const FileIdentity& identity)
       : index_(index), path_(std::move(path)), identity_(identity) {}
 
+  SourceFile(const SourceFile&) = delete;
+  SourceFile& operator=(const SourceFile&) = delete;
+  ~SourceFile() { close(); }
+
   const std::string& path() const { return path_; }
 
   // Opens the file, if it is not open, and probes direct I/O unless the strategy rules it out. Returns a fault when the
-  // file can't be opened, is not the file it was, or direct I/O was demanded and can't be had.
-  Fault open(Strategy strategy);
+  // file can't be opened, is not the file it was, or direct I/O, or to leave the page cache alone, was demanded and
+  // can't be had.
+  Fault open(Strategy strategy, PageCache page_cache);
   void close();
 
   // Whether the open file still is what it was when it was parsed: a fault if it has been written to since. REQUIRES:
@@ -42,14 +56,16 @@ class SourceFile {
 
   int buffered_fd() const { return buffered_.get(); }
   int direct_fd() const { return direct_.get(); }
+  int buffered_flags() const { return buffered_flags_; }  // RWF_* of reads through buffered_fd()
   // Valid once open(), and kept after close().
   const DirectIo& direct_io() const { return direct_io_; }
 
-  // How to read [range.begin, range.end). REQUIRES: open.
-  ReadMode mode_of(Strategy strategy, ByteRange range) const;
+  // How to read [range.begin, range.end), from a multiple of the page size. REQUIRES: open.
+  ReadMode mode_of(Strategy strategy, ByteRange range);
 
  private:
   Fault compare(int fd) const;
+  Fault prepare_to_leave(int fd);
 
   int32_t index_;
   std::string path_;
@@ -59,6 +75,9 @@ class SourceFile {
   DirectIo direct_io_{};
   bool probed_ = false;
   std::unique_ptr<Residency> residency_;
+  int buffered_flags_ = 0;
+  bool drops_ = false;             // at close(), what reads have brought in:
+  std::vector<ByteRange> absent_;  // what was not in the page cache before it was read
 };
 
 }  // namespace weightlift

@@ -127,6 +127,7 @@ class UringReader final : public Reader {
       } else {
         io_uring_prep_read(sqe, fd, request.buffer, length, request.offset);
       }
+      sqe->rw_flags = request.flags;
       if (fixed_file) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
       io_uring_sqe_set_data64(sqe, request.token);
     }

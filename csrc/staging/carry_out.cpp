@@ -14,20 +14,23 @@ namespace {
 void run_op(const Transfer& transfer, const Piece& piece, std::span<const Read> reads, std::byte* staging) {
   const int64_t row_bytes = transfer.op->source().row_bytes;
   const int64_t num_rows = (piece.last - piece.first) / row_bytes;
-  const auto landed = [&](int64_t row, const Read& read) {
-    const int64_t begin = transfer.src_offset + source_byte(transfer, piece.first + row * row_bytes);
-    return staging + read.staging_offset + (begin - read.offset);
+  const auto begin_of = [&](int64_t row) {
+    return transfer.src_offset + source_byte(transfer, piece.first + row * row_bytes);
   };
-  std::byte* rows = landed(0, reads.front());
+  const auto landed = [&](int64_t offset, const Read& read) {
+    return staging + read.staging_offset + (offset - read.offset);
+  };
+  std::byte* rows = landed(begin_of(0), reads.front());
   int64_t row_stride = num_rows > 1 ? source_byte(transfer, row_bytes) : row_bytes;
   const auto shift = [](const Read& read) { return read.offset - read.staging_offset; };
   const bool lie_as_in_file =
       std::ranges::all_of(reads, [&](const Read& read) { return shift(read) == shift(reads.front()); });
   if (!lie_as_in_file) {
     // Each row was read on its own, for this op alone, and they lie in order: they can close up.
+    auto read = reads.begin();
     for (int64_t row = 1; row < num_rows; ++row) {
-      std::memmove(rows + row * row_bytes, landed(row, reads[static_cast<size_t>(row)]),
-                   static_cast<size_t>(row_bytes));
+      while (read->needed_end <= begin_of(row)) ++read;  // those of the row before
+      std::memmove(rows + row * row_bytes, landed(begin_of(row), *read), static_cast<size_t>(row_bytes));
     }
     row_stride = row_bytes;
   }

@@ -44,12 +44,19 @@ void Pipeline::Lane::run() {
       if (!fallback.empty()) pipeline_.stats_.fallbacks.push_back(std::move(fallback));
     }
     read_until_stopped();
-    reader_.reset();
   } catch (const std::exception& e) {  // no memory, no more threads
-    reader_.reset();
     std::lock_guard lock(pipeline_.mutex_);
     pipeline_.fail({FaultKind::kUnavailable, 0, -1, -1, -1, e.what()});
   }
+  std::unique_lock lock(pipeline_.mutex_);
+  auto& in_flight = pipeline_.in_flight_[direct_];
+  in_flight = destinations_in_flight();
+  lock.unlock();
+  reader_.reset();  // drops reads that have not begun, and waits for the others
+  lock.lock();
+  in_flight->clear();
+  --pipeline_.num_at_storage_;
+  pipeline_.storage_left_.notify_all();
 }
 
 void Pipeline::Lane::read_until_stopped() {
@@ -57,17 +64,16 @@ void Pipeline::Lane::read_until_stopped() {
   for (;;) {
     collect_requests();
     if (!requests_.empty()) {
+      ask();  // before submitting, which may block as reading does
       const int result = reader_->submit(requests_);
       if (result < 0) {
-        const ActiveRead& first = reads_[requests_.front().token];
-        fail(first, FaultKind::kRead, -result);
+        fail(reads_[requests_.front().token], FaultKind::kRead, -result);
         for (const ReadRequest& request : requests_) release(request.token);
       } else {
         num_in_flight_ += static_cast<int>(requests_.size());
       }
     }
     {
-      // The reader's destructor drops reads that have not begun, and waits for the others.
       std::lock_guard lock(pipeline_.mutex_);
       if (pipeline_.stopping_) return;
     }
@@ -76,11 +82,25 @@ void Pipeline::Lane::read_until_stopped() {
     if (count < 0 && count != -EINTR && count != -EAGAIN) {
       std::lock_guard lock(pipeline_.mutex_);
       pipeline_.fail({FaultKind::kRead, -count});
-      return;  // the reader's destructor waits for what is in flight
+      return;
     }
     for (int i = 0; i < count; ++i) on_completion(completions[static_cast<size_t>(i)]);
+    if (count > 0) ask();
     if (std::exchange(busy_, false)) std::this_thread::sleep_for(kPause);
   }
+}
+
+void Pipeline::Lane::ask() {
+  const ActiveRead* oldest = nullptr;
+  for (const ActiveRead& active : reads_) {
+    if (active.chunk && (!oldest || active.number < oldest->number)) oldest = &active;
+  }
+  std::lock_guard lock(pipeline_.mutex_);
+  auto& question = pipeline_.questions_[direct_];
+  question.reset();
+  if (!oldest) return;
+  const Read& read = *oldest->read;
+  question = Question{{FaultKind::kTimeout, ETIMEDOUT, read.file, read.offset + oldest->done, read.transfer_id}};
 }
 
 void Pipeline::Lane::collect_requests() {
@@ -101,7 +121,7 @@ void Pipeline::Lane::collect_requests() {
     const Read& read = current_->work.segment->plan.reads[static_cast<size_t>(chunk.first_read + current_->next_read)];
     const uint64_t token = free_tokens_.back();
     free_tokens_.pop_back();
-    reads_[token] = {current_, &read, 0, 0, !direct_};
+    reads_[token] = {current_, &read, 0, 0, !direct_, num_begun_++};
     requests_.push_back(request_for(token));
     if (++current_->next_read == chunk.num_reads) current_ = nullptr;
   }
@@ -167,6 +187,8 @@ ReadRequest Pipeline::Lane::request_for(uint64_t token) {
   if (active.buffered) {
     request.fd = active.chunk->file->buffered_fd();
     request.length = read.needed_end - request.offset;
+    request.flags = active.chunk->file->buffered_flags();
+    request.cached = pipeline_.chunk_of(active.chunk->work).cached;
   } else {
     request.fd = active.chunk->file->direct_fd();
   }
@@ -228,6 +250,7 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
   FileStats& file = stats.files[static_cast<size_t>(first.file)];
   file.direct_bytes += done->stats.direct_bytes;
   file.buffered_bytes += done->stats.buffered_bytes;
+  if (chunk.cached) file.cached_bytes += done->stats.buffered_bytes;
   stats.bytes_read += done->stats.direct_bytes + done->stats.buffered_bytes;
   stats.num_reads += chunk.num_reads;
   if (chunk.num_pieces > 0 && !pipeline_.fault_) {
@@ -278,6 +301,16 @@ int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) co
     if (begin <= offset && offset < end) id = transfer.id;
   }
   return id;
+}
+
+std::vector<ByteRange> Pipeline::Lane::destinations_in_flight() const {
+  std::vector<ByteRange> destinations;
+  for (const ActiveRead& active : reads_) {
+    if (!active.chunk || !active.read->destination) continue;
+    const auto begin = reinterpret_cast<int64_t>(active.read->destination);
+    destinations.push_back({begin, begin + active.read->length});
+  }
+  return destinations;
 }
 
 void Pipeline::Lane::release(uint64_t token) {

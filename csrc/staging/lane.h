@@ -14,7 +14,7 @@ namespace weightlift {
 class Pipeline::Lane {
  public:
   Lane(Pipeline& pipeline, bool direct);
-  // REQUIRES: the pipeline is stopping, and its mutex is not held. Waits for the reads in flight.
+  // REQUIRES: the pipeline is stopping, and its mutex is not held. Waits for the reads in flight, however long.
   ~Lane() { thread_.join(); }
 
  private:
@@ -31,10 +31,13 @@ class Pipeline::Lane {
     int64_t done = 0;       // bytes that have arrived
     int num_retries = 0;    // in a row, without progress
     bool buffered = false;  // a direct read that came back short at an odd place goes on through the page cache
+    int64_t number = 0;     // ascends, read by read
   };
 
   void run();
   void read_until_stopped();
+  // Notes which read the system is being asked for, the oldest in flight, and that it has just answered others.
+  void ask();
   // Collects what can be submitted now. Waits for work only when nothing is in flight.
   void collect_requests();
   bool take_chunk(bool wait);
@@ -46,6 +49,7 @@ class Pipeline::Lane {
   // The transfer that needs the byte at `offset`, or the read's first one.
   int64_t transfer_at(const ActiveRead& read, int64_t offset) const;
   void release(uint64_t token);
+  std::vector<ByteRange> destinations_in_flight() const;
 
   Pipeline& pipeline_;
   const bool direct_;
@@ -58,6 +62,8 @@ class Pipeline::Lane {
   std::vector<uint64_t> again_;  // tokens to submit again
   std::vector<ReadRequest> requests_;
   int num_in_flight_ = 0;
+  int64_t num_begun_ = 0;
+  Silence silence_;    // of storage, while reads are in flight
   bool busy_ = false;  // the system keeps saying "again": a pause is due
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet

@@ -12,6 +12,12 @@
 #include "util/threads.h"
 
 namespace weightlift {
+namespace {
+
+// How often who waits looks whether storage still answers.
+constexpr std::chrono::milliseconds kWatchInterval{100};
+
+}  // namespace
 
 Pipeline::Pipeline(PipelineOptions options) : options_(std::move(options)) {
   const int64_t num_buffers = std::max<int64_t>(1, options_.staging_bytes / options_.chunk_bytes);
@@ -19,6 +25,12 @@ Pipeline::Pipeline(PipelineOptions options) : options_(std::move(options)) {
 }
 
 Pipeline::~Pipeline() {
+  stop(std::chrono::milliseconds(0));
+  lanes_ = {};  // each waits for its reads in flight
+  if (file_thread_.joinable()) file_thread_.join();
+}
+
+bool Pipeline::stop(std::chrono::milliseconds timeout) {
   cancel();
   {
     std::lock_guard lock(mutex_);
@@ -26,9 +38,24 @@ Pipeline::~Pipeline() {
   }
   lane_changed_.notify_all();
   worker_changed_.notify_all();
-  lanes_ = {};  // each waits for its reads in flight
+  file_changed_.notify_all();
+  // These don't wait for storage.
   for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
   preparer_.reset();
+  std::unique_lock lock(mutex_);
+  return storage_left_.wait_for(lock, timeout, [&] { return num_at_storage_ == 0; });
+}
+
+std::optional<std::vector<ByteRange>> Pipeline::destinations_in_flight() const {
+  std::lock_guard lock(mutex_);
+  std::vector<ByteRange> destinations;
+  for (size_t direct : {0, 1}) {
+    if (!lanes_[direct]) continue;
+    if (!in_flight_[direct]) return std::nullopt;
+    destinations.insert(destinations.end(), in_flight_[direct]->begin(), in_flight_[direct]->end());
+  }
+  return destinations;
 }
 
 int32_t Pipeline::add_file(std::string path, const FileIdentity& identity) {
@@ -46,6 +73,12 @@ DirectIo Pipeline::direct_io(int32_t file) const {
   return direct_io_.at(static_cast<size_t>(file));
 }
 
+SourceFile& Pipeline::ask_about(int32_t file) {
+  std::lock_guard lock(mutex_);
+  questions_[kFiles] = Question{{FaultKind::kTimeout, ETIMEDOUT, file}};
+  return *files_[static_cast<size_t>(file)];
+}
+
 SourceFile& Pipeline::source_file(int32_t file) const {
   std::lock_guard lock(mutex_);  // another thread may be adding files
   return *files_[static_cast<size_t>(file)];
@@ -60,26 +93,43 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   segment->id = next_segment_++;
   const int64_t id = segment->id;
   if (fault_) return id;  // over before it began, as wait() will tell
+  struct Opening {        // shared, since nobody may be waiting for it any more
+    Fault fault;
+    bool done = false;
+  };
+  auto opening = std::make_shared<Opening>();
+  post([this, opening, files = segment->files] {
+    Fault fault = open_files(files, options_.strategy, options_.page_cache,
+                             [this](int32_t file) -> SourceFile& { return ask_about(file); });
+    std::lock_guard guard(mutex_);
+    opening->fault = std::move(fault);
+    opening->done = true;
+    segment_changed_.notify_all();
+  });
   for (int32_t file : segment->files) ++file_users_[static_cast<size_t>(file)];
+  while (!opening->done && !fault_) {
+    segment_changed_.wait_for(lock, kWatchInterval);
+    watch();
+  }
+  if (opening->fault) {
+    name_transfer(opening->fault, transfers);
+    fail(std::move(opening->fault));
+  }
+  if (fault_) return id;
   lock.unlock();
 
-  // Opening, probing and planning take a while and need no lock: files are opened by this thread alone, and stay open
-  // while they have users.
+  // Planning takes a while and needs no lock: files stay open while they have users.
   const FilePlanOptions plan_options{options_.strategy, options_.chunk_bytes, options_.merge_gap_bytes,
-                                     options_.advise_hugepages};
-  Fault fault = plan_files(
-      std::move(transfers), segment->files, plan_options,
-      [this](int32_t file) -> SourceFile& { return source_file(file); }, &segment->plan);
-  if (!fault) {
-    segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
-    for (ByteRange memory : segment->plan.advised) advise_huge_pages(memory);
-  }
+                                     options_.advise_hugepages, options_.page_cache};
+  segment->plan =
+      plan_files(std::move(transfers), plan_options, [this](int32_t file) -> SourceFile& { return source_file(file); });
+  segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
+  for (ByteRange memory : segment->plan.advised) advise_huge_pages(memory);
 
   lock.lock();
   for (int32_t file : segment->files) {
     direct_io_[static_cast<size_t>(file)] = files_[static_cast<size_t>(file)]->direct_io();
   }
-  if (fault) fail(std::move(fault));
   if (fault_) return id;
   start_threads(segment->plan);
   stats_.bytes_needed += segment->plan.bytes_needed;
@@ -104,7 +154,47 @@ void Pipeline::start_threads(const Plan& plan) {
   while (workers_.size() < num_workers) workers_.push_back(start_thread("wl-worker", [this] { run_worker(); }));
   for (const Chunk& chunk : plan.chunks) {
     auto& lane = lanes_[chunk.direct];
-    if (!lane) lane = std::make_unique<Lane>(*this, chunk.direct);
+    if (lane) continue;
+    lane = std::make_unique<Lane>(*this, chunk.direct);
+    ++num_at_storage_;
+  }
+}
+
+void Pipeline::post(std::function<void()> task) {
+  if (!file_thread_.joinable()) {
+    file_thread_ = start_thread("wl-files", [this] { run_files(); });
+    ++num_at_storage_;
+  }
+  file_tasks_.push_back(std::move(task));
+  file_changed_.notify_one();
+}
+
+void Pipeline::run_files() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    file_changed_.wait(lock, [&] { return stopping_ || !file_tasks_.empty(); });
+    if (stopping_) break;
+    const std::function<void()> task = std::move(file_tasks_.front());
+    file_tasks_.pop_front();
+    lock.unlock();
+    std::string failure;
+    try {
+      task();
+    } catch (const std::exception& e) {  // no memory
+      failure = e.what();
+    }
+    lock.lock();
+    questions_[kFiles].reset();
+    if (!failure.empty()) fail({FaultKind::kUnavailable, 0, -1, -1, -1, failure});
+  }
+  --num_at_storage_;
+  storage_left_.notify_all();
+}
+
+void Pipeline::watch() {
+  if (options_.io_timeout.count() == 0) return;
+  for (auto& question : questions_) {
+    if (question && question->silence.look() >= options_.io_timeout) fail(question->if_silent);
   }
 }
 
@@ -156,20 +246,32 @@ void Pipeline::on_prepared(int64_t count) {
 }
 
 void Pipeline::land_if_complete(Segment& segment) {
-  if (fault_ || segment.chunks_left > 0) return;
+  if (fault_ || segment.landing || segment.chunks_left > 0) return;
   // While pages are still being made ready, the memory must not be freed.
   if (!segment.preparation_done.empty() && segment.preparation_done.back() > prepared_) return;
+  segment.landing = true;
+  post([this, &segment] { land(segment); });
+}
+
+void Pipeline::land(Segment& segment) {
   for (int32_t file : segment.files) {
-    if (Fault fault = files_[static_cast<size_t>(file)]->check_unchanged()) return fail(std::move(fault));
-  }
-  landed_.push_back(segment.id);
-  --num_active_;
-  for (int32_t file : segment.files) {
-    // Closed when nobody needs it: a checkpoint may have more shards than a process may have open files.
-    if (--file_users_[static_cast<size_t>(file)] == 0) {
-      files_[static_cast<size_t>(file)]->close();
+    if (Fault fault = ask_about(file).check_unchanged()) {
+      std::lock_guard lock(mutex_);
+      return fail(std::move(fault));
     }
   }
+  std::unique_lock lock(mutex_);
+  if (fault_) return;
+  // Closed when nobody needs them: a checkpoint may have more shards than a process may have open files.
+  std::vector<int32_t> unused;
+  for (int32_t file : segment.files) {
+    if (--file_users_[static_cast<size_t>(file)] == 0) unused.push_back(file);
+  }
+  lock.unlock();
+  for (int32_t file : unused) ask_about(file).close();
+  lock.lock();
+  landed_.push_back(segment.id);
+  --num_active_;
   std::erase_if(segments_, [&](const auto& other) { return other.get() == &segment; });
   segment_changed_.notify_all();
   dispatch();
@@ -217,10 +319,15 @@ void Pipeline::transform(const Work& work) {
 }
 
 bool Pipeline::wait(int64_t segment, std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::unique_lock lock(mutex_);
-  return segment_changed_.wait_for(lock, timeout, [&] {
-    return fault_ || std::none_of(segments_.begin(), segments_.end(), [&](const auto& s) { return s->id == segment; });
-  });
+  for (;;) {
+    if (fault_ || std::ranges::none_of(segments_, [&](const auto& s) { return s->id == segment; })) return true;
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline) return false;
+    segment_changed_.wait_until(lock, std::min(deadline, now + kWatchInterval));
+    watch();
+  }
 }
 
 std::vector<int64_t> Pipeline::take_landed() {

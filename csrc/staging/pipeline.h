@@ -8,10 +8,11 @@
 // Back-pressure: a lane takes no new chunk without a free buffer, so host memory stays within staging_bytes; but for an
 // op's granule that is larger than that, whose chunk gets memory of its own, one at a time.
 // Faults: the first one wins. Nothing new is started after it, what is in flight is waited for, every segment that has
-// not landed fails with it, and so does every later submit. Threads: all methods may be called from any thread, one at
-// a time for submit(). Threads start with the first segment and end with the Pipeline. No static state. Destructor:
-// cancels, and waits for reads in flight (their memory is somebody's). Memory named by a segment's transfers must live
-// until the segment has landed or the Pipeline has ended.
+// not landed fails with it, and so does every later submit. Storage that answers nothing for `io_timeout` is a fault.
+// Threads: all methods may be called from any thread, one at a time for submit() and stop(). Threads start with the
+// first segment and end with the Pipeline. No static state. Destructor: as stop(), however long that takes: what reads
+// in flight write to is somebody's memory. Memory named by a segment's transfers must live until the segment has landed
+// or the Pipeline has stopped; who can't wait for storage that does not answer keeps both.
 #pragma once
 
 #include <array>
@@ -24,6 +25,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,16 +36,19 @@
 #include "staging/buffer_ring.h"
 #include "staging/pages.h"
 #include "util/fault.h"
+#include "util/silence.h"
 
 namespace weightlift {
 
 struct PipelineOptions {
   Strategy strategy = Strategy::kAuto;
+  PageCache page_cache = PageCache::kKeep;
   int64_t chunk_bytes = 0;    // one read, and one staging buffer; a multiple of 64 KiB
   int64_t staging_bytes = 0;  // at least chunk_bytes
   int64_t merge_gap_bytes = 0;
   int num_workers = 1;
   bool advise_hugepages = true;
+  std::chrono::milliseconds io_timeout{0};  // 0: none
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
   // Throws std::exception when there can be none.
   std::function<std::unique_ptr<Reader>(bool direct, std::string* fallback)> make_reader;
@@ -52,6 +57,7 @@ struct PipelineOptions {
 struct FileStats {
   int64_t direct_bytes = 0;    // read past the page cache
   int64_t buffered_bytes = 0;  // read through it
+  int64_t cached_bytes = 0;    // of those, what was in it before
 };
 
 struct PipelineStats {
@@ -97,6 +103,11 @@ class Pipeline {
   Fault fault() const;
   // Fails all that has not landed with kCancelled, and returns without waiting.
   void cancel();
+  // Cancels, ends the threads, and waits for what is in flight, at most `timeout`. True: no memory is written to any
+  // more. False: storage has not answered; it may be asked again.
+  bool stop(std::chrono::milliseconds timeout);
+  // Destinations that reads in flight may yet write to, after stop(). Nothing when a lane can't tell: all then.
+  std::optional<std::vector<ByteRange>> destinations_in_flight() const;
 
   int64_t bytes_landed() const { return bytes_landed_.load(std::memory_order_relaxed); }  // for progress only
   PipelineStats stats() const;
@@ -109,6 +120,7 @@ class Pipeline {
     int64_t chunks_left;
     std::vector<int32_t> files;             // open for it
     std::vector<int64_t> preparation_done;  // preparer's count at which each preparation is ready
+    bool landing = false;                   // all is done but a last look at the files
   };
   struct Work {  // a chunk, and where it is
     Segment* segment = nullptr;
@@ -119,17 +131,23 @@ class Pipeline {
   };
   class Lane;
 
+  // For the thread of files, which asks the system about this one next.
+  SourceFile& ask_about(int32_t file);
   SourceFile& source_file(int32_t file) const;
   bool failed() const;
+  void run_files();
+  void land(Segment& segment);  // on the thread of files
   void run_worker();
   void transform(const Work& work);  // carries out the pieces of a chunk that has landed
 
   // REQUIRE the lock:
+  void post(std::function<void()> task);    // to the thread of files
+  void watch();                             // fails when a question is not answered
   void start_threads(const Plan& plan);     // those that it needs and that do not run yet
   void dispatch();                          // moves segments that may start to the lanes
   void start(Segment& segment);             // may end the segment, when it is empty
   void finish(const Work& work);            // the chunk has landed, or is given up; may end its segment
-  void land_if_complete(Segment& segment);  // may end it
+  void land_if_complete(Segment& segment);  // may have it end
   void on_prepared(int64_t count);
   void fail(Fault fault);
   const Chunk& chunk_of(const Work& work) const { return work.segment->plan.chunks[static_cast<size_t>(work.chunk)]; }
@@ -139,6 +157,8 @@ class Pipeline {
   std::condition_variable lane_changed_;    // chunks, buffers, prepared pages, stop
   std::condition_variable worker_changed_;  // ready chunks, stop
   std::condition_variable segment_changed_;
+  std::condition_variable file_changed_;  // tasks, stop
+  std::condition_variable storage_left_;  // a thread that waits for storage has ended
 
   std::vector<std::unique_ptr<SourceFile>> files_;
   std::vector<int> file_users_;                    // segments that need it open
@@ -152,6 +172,17 @@ class Pipeline {
   std::unique_ptr<BufferRing> ring_;
   std::array<std::deque<Work>, 2> lane_queues_;  // [direct]
   std::deque<Work> ready_;
+  std::deque<std::function<void()>> file_tasks_;
+  // What a lane, or the thread of files, is asking the system. Who waits for a segment looks whether it is answered.
+  struct Question {
+    Fault if_silent;
+    Silence silence{};  // since the last answer
+  };
+  static constexpr size_t kFiles = 2;
+  std::array<std::optional<Question>, 3> questions_;  // [direct], [kFiles]
+  int num_at_storage_ = 0;                            // threads that wait for it: lanes, and that of files
+  // Of a lane that has stopped, destinations of reads in flight; nothing: it has not stopped.
+  std::array<std::optional<std::vector<ByteRange>>, 2> in_flight_;
   int64_t prepared_ = 0;
   Fault fault_;
   bool stopping_ = false;
@@ -161,6 +192,7 @@ class Pipeline {
   std::unique_ptr<PagePreparer> preparer_;
   std::array<std::unique_ptr<Lane>, 2> lanes_;
   std::vector<std::thread> workers_;
+  std::thread file_thread_;  // opens, compares and closes: calls that a dead server answers as little as reads
 };
 
 }  // namespace weightlift

@@ -8,15 +8,16 @@
 
 namespace weightlift {
 
-Fault plan_files(std::vector<Transfer> transfers, std::span<const int32_t> files, const FilePlanOptions& options,
-                 const std::function<SourceFile&(int32_t)>& file_at, Plan* plan) {
+Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache,
+                 const std::function<SourceFile&(int32_t)>& file_at) {
   for (int32_t file : files) {
-    if (Fault fault = file_at(file).open(options.strategy)) {
-      fault.transfer_id =
-          std::find_if(transfers.begin(), transfers.end(), [&](const Transfer& t) { return t.file == file; })->id;
-      return fault;
-    }
+    if (Fault fault = file_at(file).open(strategy, page_cache)) return fault;
   }
+  return {};
+}
+
+Plan plan_files(std::vector<Transfer> transfers, const FilePlanOptions& options,
+                const std::function<SourceFile&(int32_t)>& file_at) {
   PlanOptions plan_options;
   plan_options.chunk_bytes = options.chunk_bytes;
   plan_options.merge_gap_bytes = options.merge_gap_bytes;
@@ -24,8 +25,12 @@ Fault plan_files(std::vector<Transfer> transfers, std::span<const int32_t> files
     return file_at(file).mode_of(options.strategy, window);
   };
   if (options.advise_hugepages) plan_options.can_prepare = pages_untouched;
-  *plan = plan_reads(std::move(transfers), plan_options);
-  return {};
+  return plan_reads(std::move(transfers), plan_options);
+}
+
+void name_transfer(Fault& fault, std::span<const Transfer> transfers) {
+  const auto first = std::ranges::find(transfers, fault.file, &Transfer::file);
+  if (first != transfers.end()) fault.transfer_id = first->id;
 }
 
 std::vector<int32_t> files_of(std::span<const Transfer> transfers) {
@@ -46,11 +51,15 @@ int32_t ReadPlanner::add_file(std::string path, const FileIdentity& identity) {
 
 Fault ReadPlanner::plan(std::vector<Transfer> transfers, Plan* plan) {
   const std::vector<int32_t> files = files_of(transfers);
-  Fault fault = plan_files(
-      std::move(transfers), files, options_,
-      [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; }, plan);
-  for (int32_t file : files) files_[static_cast<size_t>(file)]->close();
-  if (!fault) count(*plan);
+  const auto file_at = [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; };
+  Fault fault = open_files(files, options_.strategy, options_.page_cache, file_at);
+  if (fault) {
+    name_transfer(fault, transfers);
+  } else {
+    *plan = plan_files(std::move(transfers), options_, file_at);
+    count(*plan);
+  }
+  for (int32_t file : files) file_at(file).close();
   return fault;
 }
 
@@ -67,6 +76,7 @@ void ReadPlanner::count(const Plan& plan) {
       ReadStats::File& file = stats_.files[index];
       ++file.num_reads;
       (chunk.direct ? file.direct_bytes : file.buffered_bytes) += bytes;
+      if (chunk.cached) file.cached_bytes += bytes;
       if (read.destination) stats_.in_place_bytes += bytes;
       ReadStats::Size& size = stats_.sizes[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes)) - 1)];
       ++size.num_reads;

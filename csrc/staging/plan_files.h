@@ -20,15 +20,22 @@ struct FilePlanOptions {
   int64_t chunk_bytes = 0;      // as in PlanOptions
   int64_t merge_gap_bytes = 0;  // as in PlanOptions
   bool advise_hugepages = true;
+  PageCache page_cache = PageCache::kKeep;
 };
-
-// Opens `files`, those that the transfers read from, and plans. Returns a fault, and leaves `plan` as it is, when one
-// of them can't be opened or is not what it was.
-Fault plan_files(std::vector<Transfer> transfers, std::span<const int32_t> files, const FilePlanOptions& options,
-                 const std::function<SourceFile&(int32_t)>& file_at, Plan* plan);
 
 // The files that transfers read from, ascending.
 std::vector<int32_t> files_of(std::span<const Transfer> transfers);
+
+// Opens the files. Returns a fault when one of them can't be opened or is not what it was.
+Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache,
+                 const std::function<SourceFile&(int32_t)>& file_at);
+
+// Plans. REQUIRES: the files that the transfers read from are open.
+Plan plan_files(std::vector<Transfer> transfers, const FilePlanOptions& options,
+                const std::function<SourceFile&(int32_t)>& file_at);
+
+// A fault of a whole file names the first of the transfers that read from it.
+void name_transfer(Fault& fault, std::span<const Transfer> transfers);
 
 // What plans would read.
 struct ReadStats {
@@ -36,6 +43,7 @@ struct ReadStats {
     int64_t num_reads = 0;
     int64_t direct_bytes = 0;
     int64_t buffered_bytes = 0;
+    int64_t cached_bytes = 0;  // of those, what is in the page cache
   };
   struct Size {
     int64_t num_reads = 0;

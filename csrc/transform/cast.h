@@ -1,14 +1,47 @@
-// The numeric conversions, one definition of each, for the host and for CUDA: bits in, bits out.
+// The numeric conversions, one definition of each, for the host and for CUDA: bits in, bits out. Here are those of the
+// floats of 16 and 32 bits; fp8.h has those of 8 bits, and convert.cpp what C++ itself converts.
 //
-// They give what torch's CPU copy_ gives, bit for bit: nearest, ties to even; overflow to infinity; subnormal numbers
-// are kept on both sides. NaN is as on a CPU with AVX2:
-//   float32 -> float16, bfloat16 -> float16   sign and upper payload bits kept, made quiet
-//   float16 -> bfloat16                       0x7fc0
-//   bfloat16 -> float32                       all bits kept
+// They give what torch's CPU copy_ gives, bit for bit (torch 2.13, on a CPU with AVX2). By source and destination:
+//
+//   bool -> any number            0, or 1 for every byte but 0
+//   any number -> bool            whether it is not 0; NaN is true, -0.0 is false. Of a complex number, either part
+//   integer -> integer            the low bits, after extension by the sign of a signed source
+//   integer -> float64            nearest, ties to even
+//   integer -> other floats       first to float32, nearest, then as float32: rounded twice
+//   float64 -> shorter floats     first to float32, then as float32: rounded twice
+//   bfloat16, float16, float8 -> other floats    first to float32, which is exact, then as float32
+//   float32 -> float64            exact
+//   float32 -> float16, bfloat16  nearest, ties to even; overflow to infinity; subnormal numbers are kept
+//   float32 -> float8_e4m3fn      the same, but it stops at +-448, infinity included
+//   float32 -> float8_e5m2        the same, and overflow to infinity
+//   float32 -> float8_e4m3fnuz, float8_e5m2fnuz  the same, but overflow and infinity to NaN; -0.0, and what rounds to
+//   it,
+//                                 to 0
+//   float32 -> float8_e8m0fnu     the nearest power of two; the sign is dropped, 0 gives 2^-127, overflow and infinity
+//                                 NaN (fp8.h)
+//   complex -> complex            each part by itself
+//   real -> complex               the real part as above, that of the same type with all its bits but for float16,
+//   whose
+//                                 NaN is made quiet; the imaginary part is 0
+//   float, complex -> integer     not here: out of range it is undefined in C++, and torch's results for a number
+//   depend
+//                                 on whether it fills a vector. torch itself does these copies
+//   complex -> real               not here: torch drops the imaginary part and warns of it, so that it shall do it
+//
+// Bits of NaN:
+//   float32 -> float16, float64, bfloat16 -> float16, float64 -> float32   sign and upper payload bits kept, made quiet
+//   bfloat16 -> float32           all bits kept
+//   any -> bfloat16               0x7fc0
+//   float8_e5m2 -> any            as float16 with the same upper byte
+//   float8_e4m3fn -> float32      0x7ff00000 with the sign
+//   float8 of the other kinds -> float32   0x7f800001
+//   any -> float8_e4m3fn, float8_e5m2      0x7f with the sign
+//   any -> float8 of the other kinds       the only NaN that they have
 // In two pairs torch's own code paths disagree about the bits of a NaN, and one of them is followed:
-//   float32 -> bfloat16   0x7fc0, as for strided operands (torch's contiguous path gives 0xffff)
-//   float16 -> float32    sign and payload kept, made quiet, as torch's vectors do (what is left over at the end of a
-//                         contiguous tensor, and fills no vector, becomes 0x7fffffff in torch)
+//   float32, float64 -> bfloat16  0x7fc0, as for strided operands (torch's contiguous path gives 0xffff)
+//   float16 -> float32            sign and payload kept, made quiet, as torch's vectors do (what is left over at the
+//   end
+//                                 of a contiguous tensor, and fills no vector, becomes 0x7fffffff in torch)
 #pragma once
 
 #include <cstdint>

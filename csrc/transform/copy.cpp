@@ -2,15 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "transform/cast.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "transform/convert.h"
 
 namespace weightlift {
 namespace {
@@ -20,17 +17,12 @@ namespace {
 // Transposing 4096 x 4096 elements of 2 bytes took 19 ms, against 28 ms with 8 x 8 and 43 ms with 32 x 32.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileColumns = 8;
+constexpr int64_t kMaxElementBytes = 16;
 
 struct Bytes16 {
   uint64_t low;
   uint64_t high;
 };
-
-// The conversion of elements that are only moved.
-template <typename Word>
-Word same(Word word) {
-  return word;
-}
 
 template <typename Word>
 Word load(const std::byte* from) {
@@ -44,26 +36,11 @@ void store(std::byte* to, Word word) {
   std::memcpy(to, &word, sizeof(word));
 }
 
-// `count` elements, contiguous on both sides.
-using RowFunction = void (*)(const std::byte* src, std::byte* dst, int64_t count);
-
-template <typename Word>
-void move_row(const std::byte* src, std::byte* dst, int64_t count) {
-  std::memcpy(dst, src, static_cast<size_t>(count) * sizeof(Word));
-}
-
-template <typename Src, typename Dst, Dst (*kConvert)(Src)>
-void convert_row(const std::byte* __restrict src, std::byte* __restrict dst, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    store(dst + i * int64_t{sizeof(Dst)}, kConvert(load<Src>(src + i * int64_t{sizeof(Src)})));
-  }
-}
-
-// A rectangle of elements with any strides.
+// Moves a rectangle of elements with any strides.
 using PlaneFunction = void (*)(const std::byte* src, std::byte* dst, const Dim& rows, const Dim& columns);
 
-template <typename Src, typename Dst, Dst (*kConvert)(Src)>
-void convert_plane(const std::byte* src, std::byte* dst, const Dim& rows, const Dim& columns) {
+template <typename Word>
+void move_plane(const std::byte* src, std::byte* dst, const Dim& rows, const Dim& columns) {
   for (int64_t row = 0; row < rows.size; row += kTileRows) {
     const int64_t row_end = std::min(row + kTileRows, rows.size);
     for (int64_t column = 0; column < columns.size; column += kTileColumns) {
@@ -72,118 +49,25 @@ void convert_plane(const std::byte* src, std::byte* dst, const Dim& rows, const 
         const std::byte* from = src + r * rows.src_stride;
         std::byte* to = dst + r * rows.dst_stride;
         for (int64_t c = column; c < column_end; ++c) {
-          store(to + c * columns.dst_stride, kConvert(load<Src>(from + c * columns.src_stride)));
+          store(to + c * columns.dst_stride, load<Word>(from + c * columns.src_stride));
         }
       }
     }
   }
 }
 
-#if defined(__x86_64__)
-// The conversion instructions treat every value, NaN included, as cast.h does.
-__attribute__((target("avx2,f16c"))) void float16_to_float32_row_f16c(const std::byte* src, std::byte* dst,
-                                                                      int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + 2 * i));
-    _mm256_storeu_ps(reinterpret_cast<float*>(dst + 4 * i), _mm256_cvtph_ps(halves));
-  }
-  convert_row<uint16_t, uint32_t, float16_to_float32>(src + 2 * i, dst + 4 * i, count - i);
-}
-
-__attribute__((target("avx2,f16c"))) void float32_to_float16_row_f16c(const std::byte* src, std::byte* dst,
-                                                                      int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256 floats = _mm256_loadu_ps(reinterpret_cast<const float*>(src + 4 * i));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + 2 * i), _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT));
-  }
-  convert_row<uint32_t, uint16_t, float32_to_float16>(src + 4 * i, dst + 2 * i, count - i);
-}
-#endif
-
-struct Float16Rows {
-  RowFunction to_float32 = convert_row<uint16_t, uint32_t, float16_to_float32>;
-  RowFunction from_float32 = convert_row<uint32_t, uint16_t, float32_to_float16>;
-};
-
-// The fastest that this machine has, found out once.
-const Float16Rows& float16_rows() {
-  static const Float16Rows rows = [] {
-    Float16Rows chosen;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-      chosen = {float16_to_float32_row_f16c, float32_to_float16_row_f16c};
-    }
-#endif
-    return chosen;
-  }();
-  return rows;
-}
-
-// One 16-bit format to the other, through float32 in pieces that stay in L1.
-void convert_row_through_float32(const std::byte* src, std::byte* dst, int64_t count, RowFunction to_float32,
-                                 RowFunction from_float32) {
-  constexpr int64_t kPiece = 512;
-  std::byte floats[kPiece * 4];
-  for (int64_t i = 0; i < count; i += kPiece) {
-    const int64_t n = std::min(kPiece, count - i);
-    to_float32(src + 2 * i, floats, n);
-    from_float32(floats, dst + 2 * i, n);
-  }
-}
-
-void float16_to_bfloat16_row(const std::byte* src, std::byte* dst, int64_t count) {
-  convert_row_through_float32(src, dst, count, float16_rows().to_float32,
-                              convert_row<uint32_t, uint16_t, float32_to_bfloat16>);
-}
-
-void bfloat16_to_float16_row(const std::byte* src, std::byte* dst, int64_t count) {
-  convert_row_through_float32(src, dst, count, convert_row<uint16_t, uint32_t, bfloat16_to_float32>,
-                              float16_rows().from_float32);
-}
-
-struct Kernels {
-  RowFunction row;
-  PlaneFunction plane;
-};
-
-template <typename Word>
-constexpr Kernels kMove{move_row<Word>, convert_plane<Word, Word, same<Word>>};
-
-Kernels kernels_for(ElementType src, ElementType dst) {
-  using enum ElementType;
-  if (src == kFloat16 && dst == kFloat32) {
-    return {float16_rows().to_float32, convert_plane<uint16_t, uint32_t, float16_to_float32>};
-  }
-  if (src == kFloat32 && dst == kFloat16) {
-    return {float16_rows().from_float32, convert_plane<uint32_t, uint16_t, float32_to_float16>};
-  }
-  if (src == kBFloat16 && dst == kFloat32) {
-    return {convert_row<uint16_t, uint32_t, bfloat16_to_float32>,
-            convert_plane<uint16_t, uint32_t, bfloat16_to_float32>};
-  }
-  if (src == kFloat32 && dst == kBFloat16) {
-    return {convert_row<uint32_t, uint16_t, float32_to_bfloat16>,
-            convert_plane<uint32_t, uint16_t, float32_to_bfloat16>};
-  }
-  if (src == kFloat16 && dst == kBFloat16) {
-    return {float16_to_bfloat16_row, convert_plane<uint16_t, uint16_t, float16_to_bfloat16>};
-  }
-  if (src == kBFloat16 && dst == kFloat16) {
-    return {bfloat16_to_float16_row, convert_plane<uint16_t, uint16_t, bfloat16_to_float16>};
-  }
-  switch (element_bytes(src)) {
+PlaneFunction move_plane_of(int64_t element_bytes) {
+  switch (element_bytes) {
     case 1:
-      return kMove<uint8_t>;
+      return move_plane<uint8_t>;
     case 2:
-      return kMove<uint16_t>;
+      return move_plane<uint16_t>;
     case 4:
-      return kMove<uint32_t>;
+      return move_plane<uint32_t>;
     case 8:
-      return kMove<uint64_t>;
+      return move_plane<uint64_t>;
     default:
-      return kMove<Bytes16>;
+      return move_plane<Bytes16>;
   }
 }
 
@@ -191,12 +75,13 @@ Kernels kernels_for(ElementType src, ElementType dst) {
 class Copier {
  public:
   Copier(const Transfer& transfer, const std::byte* src, int64_t src_file_offset)
-      : kernels_(kernels_for(transfer.src_type, transfer.dst_type)),
-        src_item_(element_bytes(transfer.src_type)),
+      : src_item_(element_bytes(transfer.src_type)),
         dst_item_(element_bytes(transfer.dst_type)),
         src_(src),
         src_start_(transfer.src_offset - src_file_offset),
-        dst_(transfer.dst) {}
+        dst_(transfer.dst) {
+    if (transfer.src_type != transfer.dst_type) conversion_.emplace(transfer.src_type, transfer.dst_type);
+  }
 
   // Elements [first, last) of the box `dims`, whose first element lies at these byte offsets from the transfer's first.
   void copy_range(std::span<const Dim> dims, int64_t first, int64_t last, int64_t src_byte, int64_t dst_byte) const {
@@ -241,7 +126,7 @@ class Copier {
       const Dim rows = take(dims.empty() ? dims.end() : dims.end() - 1);
       return for_each_plane(dims, src_byte, dst_byte, [&](const std::byte* src, std::byte* dst) {
         for (int64_t r = 0; r < rows.size; ++r) {
-          kernels_.row(src + r * rows.src_stride, dst + r * rows.dst_stride, columns.size);
+          copy_row(src + r * rows.src_stride, dst + r * rows.dst_stride, columns.size);
         }
       });
     }
@@ -249,7 +134,36 @@ class Copier {
     const Dim columns = take(std::ranges::min_element(dims, {}, &Dim::dst_stride));
     const Dim rows = take(dims.empty() ? dims.end() : dims.end() - 1);
     for_each_plane(dims, src_byte, dst_byte,
-                   [&](const std::byte* src, std::byte* dst) { kernels_.plane(src, dst, rows, columns); });
+                   [&](const std::byte* src, std::byte* dst) { copy_plane(src, dst, rows, columns); });
+  }
+
+  // Elements that are neighbours on both sides.
+  void copy_row(const std::byte* src, std::byte* dst, int64_t count) const {
+    if (conversion_) {
+      conversion_->convert(src, dst, count);
+    } else {
+      std::memcpy(dst, src, static_cast<size_t>(count * src_item_));
+    }
+  }
+
+  void copy_plane(const std::byte* src, std::byte* dst, const Dim& rows, const Dim& columns) const {
+    if (!conversion_) return move_dst_plane_(src, dst, rows, columns);
+    // Tile by tile, gathered into neighbours, converted, and put where they belong.
+    std::byte gathered[kTileRows * kTileColumns * kMaxElementBytes];
+    std::byte converted[kTileRows * kTileColumns * kMaxElementBytes];
+    for (int64_t row = 0; row < rows.size; row += kTileRows) {
+      const int64_t num_rows = std::min(kTileRows, rows.size - row);
+      for (int64_t column = 0; column < columns.size; column += kTileColumns) {
+        const int64_t num_columns = std::min(kTileColumns, columns.size - column);
+        move_src_plane_(src + row * rows.src_stride + column * columns.src_stride, gathered,
+                        {num_rows, rows.src_stride, num_columns * src_item_},
+                        {num_columns, columns.src_stride, src_item_});
+        conversion_->convert(gathered, converted, num_rows * num_columns);
+        move_dst_plane_(converted, dst + row * rows.dst_stride + column * columns.dst_stride,
+                        {num_rows, num_columns * dst_item_, rows.dst_stride},
+                        {num_columns, dst_item_, columns.dst_stride});
+      }
+    }
   }
 
   template <typename CopyPlane>
@@ -262,22 +176,17 @@ class Copier {
     }
   }
 
-  Kernels kernels_;
+  std::optional<Conversion> conversion_;  // none: elements are moved
   int64_t src_item_;
   int64_t dst_item_;
+  PlaneFunction move_src_plane_ = move_plane_of(src_item_);
+  PlaneFunction move_dst_plane_ = move_plane_of(dst_item_);
   const std::byte* src_;
   int64_t src_start_;  // of the transfer's first element, from src_: negative if only later elements are at hand
   std::byte* dst_;
 };
 
 }  // namespace
-
-bool can_convert(ElementType src, ElementType dst) {
-  const auto is_float = [](ElementType type) {
-    return type == ElementType::kFloat32 || type == ElementType::kFloat16 || type == ElementType::kBFloat16;
-  };
-  return src == dst || (is_float(src) && is_float(dst));
-}
 
 void copy_elements(const Transfer& transfer, int64_t first, int64_t last, const std::byte* src,
                    int64_t src_file_offset) {

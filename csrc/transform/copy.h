@@ -1,4 +1,4 @@
-// The transform that every load needs: move elements from bytes read to their place in memory, converting floats.
+// The transform that every load needs: move elements from bytes read to their place in memory, converting numbers.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,11 @@
 
 namespace weightlift {
 
-// Whether copy_elements can convert: equal types, or any two of float32, float16 and bfloat16.
-bool can_convert(ElementType src, ElementType dst);
-
 // Carries out a part of a transfer: elements [first, last), counted in source order. `src` points at the byte of the
 // file with offset `src_file_offset`; all bytes that those elements need must lie behind it at their distances in the
 // file. Neither side needs any alignment. Different parts may be carried out by different threads at once. Numbers are
-// rounded to nearest even, as torch's copy_ does; NaN stays NaN. REQUIRES: canonical transfer, can_convert(), 0 <=
-// first <= last <= num_elements().
+// converted as torch's copy_ does (cast.h). REQUIRES: canonical transfer, can_convert() its types, 0 <= first <= last
+// <= num_elements().
 void copy_elements(const Transfer& transfer, int64_t first, int64_t last, const std::byte* src,
                    int64_t src_file_offset);
 

@@ -7,8 +7,12 @@
 #if defined(__x86_64__)
 #define WEIGHTLIFT_X86 1
 #define WEIGHTLIFT_TARGET_AVX2 __attribute__((target("avx2,f16c")))
+#ifdef __clang__  // knows no width in a target; with one that it does not know, it forgets the rest too
+#define WEIGHTLIFT_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,f16c")))
+#else
 #define WEIGHTLIFT_TARGET_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,f16c,prefer-vector-width=512")))
+#endif
 #endif
 #define WEIGHTLIFT_ALWAYS_INLINE __attribute__((always_inline)) inline
 

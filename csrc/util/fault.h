@@ -12,6 +12,7 @@ enum class FaultKind {
   kChanged,      // the file is not the one whose header was parsed: detail
   kEndOfFile,    // the file ended at `offset`, inside data that is needed
   kRead,         // a read at `offset` failed: error
+  kTimeout,      // storage has not answered a read at `offset`, or (negative) about the file, within the time-out
   kUnavailable,  // what the user demanded can't be had: detail says why
   kCancelled,    // the caller gave up
 };

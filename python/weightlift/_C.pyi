@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'e4m3fn_to_e4m3fnuz', 'marlin_repack', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -116,18 +116,26 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
         ...
+    def destinations_in_flight(self) -> list[tuple[int, int]] | None:
+        """
+        Memory, from address to address, that is not staging and that reads in flight may yet write to, after stop(). None: all destinations.
+        """
     def fault(self) -> tuple[str, int, int, int, int, str] | None:
         """
         None, or (kind, errno, file, offset, transfer id, detail).
         """
     def stats(self) -> dict[str, typing.Any]:
         ...
+    def stop(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        """
+        Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
+        """
     def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         """
         Starts a batch, which is empty afterwards; returns the segment's id.
@@ -161,10 +169,30 @@ def amax(*, src_type: str, rows: typing.SupportsInt | typing.SupportsIndex, colu
     """
     amax: the address of a float32, which is raised to the largest finite magnitude.
     """
+def can_convert(src_type: typing.SupportsInt | typing.SupportsIndex, dst_type: typing.SupportsInt | typing.SupportsIndex) -> bool:
+    """
+    Whether a transfer may convert elements of one type into the other.
+    """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
+def make_cold(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.
+    """
+def make_warm(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.
+    """
 def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
+def measure_reads(path: str, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
+    """
+    Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.
+    """
+def probe_direct(path: str) -> dict[str, typing.Any]:
+    """
+    Whether the file can be read past the page cache, as csrc/readers/probe.h says.
+    """
 def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None) -> Op:
     ...
 def quantize_with(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, scales: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:

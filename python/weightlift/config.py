@@ -20,6 +20,10 @@ GiB = 1 << 30
 
 Backend = Literal["auto", "io_uring", "pread"]
 Strategy = Literal["auto", "direct", "buffered", "lazy", "eager", "prefetch", "torchao"]
+PageCache = Literal["keep", "leave"]
+
+# Beyond the destination, on a machine with enough memory that a load has to itself.
+DEFAULT_STAGING_BYTES = 256 * MiB
 
 # Strategies that may read files into the page cache ahead of the load.
 _PREFETCHING = ("auto", "prefetch")
@@ -66,8 +70,9 @@ def _parse_boolean(text: str) -> bool:
 
 
 def _choice(choices: tuple[str, ...], effect: str, when: str) -> Option:
+    """The first choice is the automatic one."""
     accepted = "one of " + ", ".join(repr(choice) for choice in choices)
-    return Option("auto", effect, when, accepted, str, lambda value: value in choices, "auto")
+    return Option(choices[0], effect, when, accepted, str, lambda value: value in choices, choices[0])
 
 
 def _count(automatic: str, effect: str, when: str, low: int, high: int, constant: int | None = None) -> Option:
@@ -129,6 +134,16 @@ class LoadConfig:
             "prefetch, eager: storage that is slow at small or scattered reads.",
         ),
     ] = None
+    page_cache: Annotated[
+        PageCache | None,
+        _choice(
+            get_args(PageCache),
+            "What becomes of what is read through the page cache. keep: it stays there. leave: the cache is left as it "
+            "was found, but for headers: what was not in it before is dropped (RWF_DONTCACHE where it works, and "
+            "POSIX_FADV_DONTNEED where this process may see what is cached).",
+            "leave: the files are read once, and others need the memory or the cache.",
+        ),
+    ] = None
     prefetch_num_threads: Annotated[
         int | None,
         _count(
@@ -154,8 +169,8 @@ class LoadConfig:
     queue_depth: Annotated[
         int | None,
         _count(
-            "16",
-            "Reads in flight. Where pread reads directly: its threads, at most 16.",
+            "16; 32 on a network file system; divided by LOCAL_WORLD_SIZE",
+            "Reads of storage in flight; where pread reads, at most 64.",
             "Raise it on network storage with high latency; lower it where others share the device.",
             1,
             4096,
@@ -164,9 +179,9 @@ class LoadConfig:
     chunk_bytes: Annotated[
         int | None,
         _size(
-            "2 MiB (at most staging_bytes)",
+            "2 MiB; 8 MiB on a network file system; at most staging_bytes",
             "Most bytes of one read, rounded down to a multiple of 64 KiB.",
-            "Raise it on network storage; lower it to keep staging memory small.",
+            "Lower it to keep staging memory small.",
             64 * KiB,
             GiB,
         ),
@@ -174,17 +189,16 @@ class LoadConfig:
     staging_bytes: Annotated[
         int | None,
         _size(
-            "256 MiB",
+            "256 MiB divided by LOCAL_WORLD_SIZE, at most a quarter of the memory available",
             "Bounds the host memory used beyond the destination, whatever the checkpoint's size.",
-            "Lower it on a machine short of memory; raise it together with queue_depth or chunk_bytes.",
+            "Raise it together with queue_depth or chunk_bytes. More than the memory available is an error.",
             MiB,
-            constant=256 * MiB,
         ),
     ] = None
     merge_gap_bytes: Annotated[
         int | None,
         _size(
-            "16 KiB",
+            "16 KiB; 128 KiB on a network file system",
             "Bytes that nobody asked for, up to which reading on is taken to be cheaper than a second read.",
             "0 reads needed bytes only; raise it where every read is expensive.",
             0,
@@ -195,7 +209,7 @@ class LoadConfig:
         int | None,
         _count(
             "number of cores, at most 8",
-            "Threads that copy and convert, and as many for buffered reads with pread.",
+            "Threads that copy and convert, and as many that copy out of the page cache.",
             "Lower it where cores are busy with other work.",
             1,
             1024,
@@ -207,6 +221,14 @@ class LoadConfig:
             "Advises 2 MiB pages for large destinations that were not touched yet, and fills them ahead of the reads.",
             "Turn it off where huge pages are scarce.",
             constant=True,
+        ),
+    ] = None
+    io_timeout_seconds: Annotated[
+        float | None,
+        _duration(
+            "How long storage may answer none of the reads in flight before the load ends with an error.",
+            "Raise it where servers are known to be away for longer; 0 waits for ever.",
+            constant=120.0,
         ),
     ] = None
     coverage_wait_seconds: Annotated[
@@ -255,10 +277,16 @@ class LoadConfig:
                         f"{given['strategy']} is {resolved.strategy!r}, which never prefetches, and {given[name]} is "
                         f"{values[name]}: they exclude each other; leave one out, or use strategy 'prefetch'"
                     )
-        if resolved.chunk_bytes is not None and resolved.chunk_bytes > resolved.staging_bytes:
+        staging_bytes = resolved.staging_bytes or DEFAULT_STAGING_BYTES
+        if resolved.chunk_bytes is not None and resolved.chunk_bytes > staging_bytes:
             raise ValueError(
-                f"chunk_bytes is {resolved.chunk_bytes}, which is more than staging_bytes {resolved.staging_bytes}: "
+                f"chunk_bytes is {resolved.chunk_bytes}, which is more than staging_bytes {staging_bytes}: "
                 "a read has to fit into staging memory; lower chunk_bytes or raise staging_bytes"
+            )
+        if resolved.page_cache == "leave" and resolved.strategy in ("prefetch", "eager"):
+            raise ValueError(
+                f"{given['strategy']} is {resolved.strategy!r}, which fills the page cache ahead of the load, and "
+                f"{given['page_cache']} is 'leave': they exclude each other; leave one out"
             )
         return resolved
 
@@ -274,14 +302,16 @@ class ResolvedConfig:
 
     backend: Backend
     strategy: Strategy
+    page_cache: PageCache
     prefetch_num_threads: int
     prefetch_block_bytes: int
     queue_depth: int | None
     chunk_bytes: int | None
-    staging_bytes: int
+    staging_bytes: int | None
     merge_gap_bytes: int | None
     num_threads: int | None
     advise_hugepages: bool
+    io_timeout_seconds: float
     coverage_wait_seconds: float
 
 

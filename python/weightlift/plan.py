@@ -28,7 +28,8 @@ from .program import Program
 from .regions import is_nested
 from .report import LoadReport, folded_lines, format_bytes, skipped_lines
 from .reserved import ReservedMemory
-from .storage import MERGE_GAP_BYTES, chunk_bytes_of, failure, file_report, make_planner
+from .settings import MERGE_GAP_BYTES
+from .storage import failure, file_report, make_planner
 from .tensor import CheckpointTensor, strides_of
 from .values import SMALL_BYTES
 
@@ -409,7 +410,7 @@ class PlanningProgram(Program):
     def _plan(self, batch: _C.Batch) -> None:
         if self._planner is None:
             assert self._read_ahead is not None
-            self._planner = make_planner(self.config, self.files.shards, self._read_ahead.reader)
+            self._planner = make_planner(self.config, self.settings, self.files.shards, self._read_ahead.reader)
         wanted = self._explained.keys() & set(batch.ids()) if self._explained else set()
         fault, reads = self._planner.plan(batch, wanted)
         if fault is not None:
@@ -440,9 +441,9 @@ class PlanningProgram(Program):
             shards = [shard for shard in self.files.shards if id(shard) in wanted]
             self._read_ahead = ReadAhead(self.config, shards, only_decide=True)
 
-    def abort(self) -> None:
+    def abort(self) -> str | None:
         self._planned.clear()
-        super().abort()
+        return super().abort()
 
     # ---- what was planned
 
@@ -459,7 +460,7 @@ class PlanningProgram(Program):
         report.num_dropped = self._num_dropped + self._ledger.num_dropped
         report.num_forced = len(self._forced)
         if self._read_ahead is not None:
-            report.strategy_notes += self._read_ahead.notes
+            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
         if self._planner is None:
             return
         stats = self._planner.stats()
@@ -479,7 +480,7 @@ class PlanningProgram(Program):
             stats = self._planner.stats()
             sizes = stats["sizes"]
             self.memory.staging = min(
-                self.config.staging_bytes, stats["num_staged_chunks"] * chunk_bytes_of(self.config)
+                self.settings.staging_bytes, stats["num_staged_chunks"] * self.settings.chunk_bytes
             )
             names = {"direct_reader": "direct", "buffered_reader": "buffered"}
             for shard, file in zip(self.files.shards, stats["files"], strict=True):
@@ -730,10 +731,9 @@ def record_slices(
     if unused:
         raise ValueError(f"no tensor fits {listed(sorted(map(str, unused)))}")
     state = {}
-    for name, tensor in checkpoint.items():
-        part: Any = tensor
-        for dim, start, length in ranges.get(name, ()):
-            part = part.narrow(dim, start, length)
+    program = checkpoint._program
+    for name in checkpoint:
+        part = program.tensor(name, ranges.get(name, ()))
         state[name] = empty(part._shape, dtype=part._dtype)
-        checkpoint._program.record(state[name], part)
+        program.record(state[name], part)
     return state

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ._logging import logger
@@ -19,6 +19,7 @@ from .config import MiB, ResolvedConfig
 from .errors import printable
 from .filesystem import Mount, mount_of
 from .report import format_bytes
+from .settings import local_rank
 
 if TYPE_CHECKING:
     from .entries import Shard
@@ -31,15 +32,6 @@ _PIECE_BYTES = MiB
 _EAGER_BLOCK_BYTES = 16 * MiB
 # How long closing waits for reads that are under way. A server that is gone may never answer them.
 _JOIN_SECONDS = 10.0
-
-
-def local_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """This process among those of its machine, as torchrun says: LOCAL_RANK and LOCAL_WORLD_SIZE; else (0, 1)."""
-    try:
-        rank, size = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return 0, 1
-    return (rank, size) if 0 <= rank < size else (0, 1)
 
 
 def prefetch_pays(strategy: str, mount: Mount, total_bytes: int, available: int) -> tuple[bool, int, str]:
@@ -85,7 +77,7 @@ class ReadAhead:
     def __init__(self, config: ResolvedConfig, shards: Sequence[Shard], *, only_decide: bool = False) -> None:
         """Decides, and starts to prefetch where it is so decided. `shards` are those that hold wanted tensors."""
         strategy = config.strategy
-        prefetched, self.notes = _to_prefetch(strategy, shards)
+        prefetched, self.notes = _to_prefetch(config, shards)
         self.whole = list(shards) if strategy == "eager" else prefetched
         self._prefetch: Prefetch | None = None
         if prefetched and not only_decide:
@@ -160,10 +152,13 @@ class Prefetch:
         self._threads.clear()
 
 
-def _to_prefetch(strategy: str, shards: Sequence[Shard]) -> tuple[list[Shard], list[str]]:
+def _to_prefetch(config: ResolvedConfig, shards: Sequence[Shard]) -> tuple[list[Shard], list[str]]:
     """The shards to prefetch, and the notes of why or why not."""
+    strategy = config.strategy
     if not shards:
         return [], []
+    if strategy == "auto" and config.page_cache == "leave":
+        return [], ["no prefetch: the page cache is to be left as it was found"]
     mounts = {shard.device: mount_of(shard.path) for shard in {shard.device: shard for shard in shards}.values()}
     candidates = list(shards)
     if strategy == "auto":

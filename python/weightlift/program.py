@@ -12,18 +12,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _C
+from . import _C, unanswered
 from ._logging import logger
 from .config import MiB, ResolvedConfig
 from .pending import PendingOp, has_rows, run_op
 from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
-from .storage import chunk_bytes_of, failure, file_report, make_pipeline, max_open_files
+from .settings import CHUNK_UNIT, Settings, settle
+from .storage import failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 from .turns import Turn
 from .values import SMALL_BYTES, SmallValues
@@ -37,19 +39,46 @@ _SHARD_SEGMENT_BYTES = 16 * MiB
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
 
-# How the core knows element types: by size, or by name where numbers may be converted (csrc/transform/element.h).
+# How the core knows element types (csrc/transform/element.h): by size where elements are moved, by format where numbers
+# are converted.
 _TYPE_BY_SIZE = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
-_TYPE_BY_DTYPE = {torch.float32: 5, torch.float16: 6, torch.bfloat16: 7}
+_FORMATS = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    getattr(torch, "float8_e8m0fnu", None),  # since torch 2.7
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+_TYPE_BY_DTYPE = {dtype: code for code, dtype in enumerate(_FORMATS, len(_TYPE_BY_SIZE)) if dtype is not None}
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _types(src: torch.dtype, dst: torch.dtype) -> tuple[int, int] | None:
     """The core's types for a copy, or None where it can't convert."""
-    if src == dst:
+    if src == dst or (src.itemsize == dst.itemsize and _is_integer(src) and _is_integer(dst)):
         code = _TYPE_BY_SIZE[src.itemsize]
         return code, code
-    if src in _TYPE_BY_DTYPE and dst in _TYPE_BY_DTYPE:
-        return _TYPE_BY_DTYPE[src], _TYPE_BY_DTYPE[dst]
-    return None
+    types = (_TYPE_BY_DTYPE.get(src, -1), _TYPE_BY_DTYPE.get(dst, -1))
+    return types if min(types) >= 0 and _C.can_convert(*types) else None
 
 
 _TYPES: dict[tuple[torch.dtype, torch.dtype], tuple[int, int] | None] = {}
@@ -101,6 +130,7 @@ class Program:
         self._last_file = -1
         self._hold_until = 0.0
         self._read_ahead: ReadAhead | None = None  # from the first read on
+        self._settings: Settings | None = None  # the same
         self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
@@ -113,12 +143,25 @@ class Program:
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
 
+    @property
+    def settings(self) -> Settings:
+        """What was decided for this load, now at the latest."""
+        if self._settings is None:
+            self._settings = settle(self.config, self.files.shards)
+        return self._settings
+
+    def leave_staging(self, num_bytes: int) -> None:
+        """Takes that much of its staging memory away. To be called before anything is read."""
+        left = self.settings.staging_bytes - num_bytes
+        chunk_bytes = min(self.settings.chunk_bytes, left // CHUNK_UNIT * CHUNK_UNIT)
+        self._settings = replace(self.settings, staging_bytes=left, chunk_bytes=chunk_bytes)
+
     # ---- recording
 
-    def tensor(self, name: str) -> CheckpointTensor:
-        """The whole tensor of that name. Raises KeyError."""
+    def tensor(self, name: str, ranges: Sequence[tuple[int, int, int]] = ()) -> CheckpointTensor:
+        """The whole tensor of that name, or a part, as of `CheckpointTensor.of_entry`. Raises KeyError."""
         entry = self.files.tensors[name]
-        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]))
+        return CheckpointTensor.of_entry(Source(self, entry, self._file_of[id(entry.shard)]), ranges)
 
     def start_recording(self, *, hold_seconds: float) -> None:
         """From here on copies gather. Nothing is read for up to `hold_seconds`, unless someone needs values."""
@@ -241,6 +284,11 @@ class Program:
 
     def _hold(self, dst: torch.Tensor) -> None:
         """Keeps the memory of a destination until what is recorded now has landed."""
+        if unanswered.kept and unanswered.may_be_written(span_of(dst)):
+            raise RuntimeError(
+                f"{self.name_of(dst.data_ptr()) or 'a destination'}: reads of an earlier load, which storage has not "
+                "answered, may yet write to its memory; load into new memory"
+            )
         storage = storage_of(dst)
         memory = (storage, storage.data_ptr(), storage.nbytes())
         if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
@@ -399,7 +447,7 @@ class Program:
             batch = _C.Batch()
             batch.add_op(len(self._sources), source._source.file, source._file_offset, row_stride, op)
             self._fill(values, batch, source._source)
-        if held > chunk_bytes_of(self.config):
+        if held > self.settings.chunk_bytes:
             self._num_whole_ops += 1
             self._whole_op_bytes = max(self._whole_op_bytes, held)
         return values
@@ -480,7 +528,7 @@ class Program:
         try:
             if self._pipeline is None:
                 assert self._read_ahead is not None
-                self._pipeline = make_pipeline(self.config, self.files.shards, self._read_ahead.reader)
+                self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
             segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
@@ -503,8 +551,9 @@ class Program:
         while not self._pipeline.wait(segment, _POLL_SECONDS):
             self._tell_progress()
         self._note_landed()
-        if self._pipeline.fault() is not None:
-            raise self._end(self._failure())
+        fault = self._pipeline.fault()
+        if fault is not None:
+            raise self._end_by(fault)
         self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -535,16 +584,24 @@ class Program:
 
     # ---- ending
 
-    def abort(self) -> None:
-        """Drops what has not landed, and reads nothing more. Returns when no read is in flight."""
+    def abort(self) -> str | None:
+        """Drops what has not landed, and reads nothing more. Returns when no read is in flight; or after a while, where
+        storage does not answer, with what is kept until it does."""
         self.recording = False
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.cancel()  # so that a thread that waits for it lets go of the lock
             del pipeline
         with self._lock:
-            self._end_pipeline()
-            self._drop()
+            try:
+                return self._end_pipeline()
+            finally:
+                self._drop()
+
+    def __del__(self) -> None:
+        # Before the destinations go.
+        if getattr(self, "_pipeline", None) is not None:
+            self.abort()
 
     def _drop(self) -> None:
         self._num_dropped += self._ledger.num_dropped
@@ -570,6 +627,16 @@ class Program:
                 )
             self._drop()
 
+    def _end_by(self, fault: tuple[str, int, int, int, int, str]) -> Exception:
+        """`_end` because of the pipeline's fault."""
+        incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
+        was_recording = self.recording
+        kept = self.abort()
+        error = failure(fault, self.files.shards, self._sources, self.config, incomplete, kept)
+        if was_recording:
+            self._failed = error
+        return error
+
     def _end(self, failure: Exception) -> Exception:
         """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
         well."""
@@ -589,13 +656,20 @@ class Program:
             self.turns = None
             self._failed = None  # its traceback holds the frames of the caller, and so the model
 
-    def _end_pipeline(self) -> None:
-        if self._pipeline is not None:
-            stats = self._pipeline.stats()
+    def _end_pipeline(self) -> str | None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is None:
+            return None
+        storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
+        storages += map(storage_of, self._reading.values())
+        try:
+            return unanswered.end(pipeline, storages)
+        finally:
+            stats = pipeline.stats()
+            del pipeline  # an exception keeps the frame, which would keep it
             for text in stats["fallbacks"]:
                 logger.warning("%s", text)
             self._past.append(stats)
-            self._pipeline = None
 
     def _require_open(self, tensor: CheckpointTensor) -> None:
         if tensor._source.real is not None:
@@ -608,14 +682,6 @@ class Program:
             )
         if self._failed is not None:
             raise self._failed
-
-    def _failure(self) -> Exception:
-        """The pipeline's fault as an exception."""
-        assert self._pipeline is not None
-        fault = self._pipeline.fault()
-        assert fault is not None
-        incomplete = sorted({self._sources[id].name for id in self._ledger.pending_ids()})
-        return failure(fault, self.files.shards, self._sources, self.config, incomplete)
 
     # ---- what was done
 
@@ -645,7 +711,7 @@ class Program:
         report.num_forced = len(self._forced)
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
-            report.strategy_notes += self._read_ahead.notes
+            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
         report.num_whole_tensor_ops = self._num_whole_ops
         report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:

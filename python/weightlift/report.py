@@ -61,7 +61,8 @@ class LoadReport:
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
         files: one entry for each file that was read; where reading was aborted and went on, in the words of its start.
-        strategy_notes: whether files were prefetched into the page cache, and why or why not.
+        strategy_notes: whether files were prefetched into the page cache, what was decided for a network file system,
+            for processes that share the machine, or for want of memory; and why.
         fallbacks: each thing that was wanted and could not be had, with cause and remedy.
         gaps: regions of parameters that nothing filled, such as "qkv_proj.weight[512:768]". Of `fast_load` alone, which
             knows the parameters; and so are double_writes.

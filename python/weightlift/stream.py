@@ -78,13 +78,13 @@ def iter_weights(
     resolved = resolved_config(config)
     if resolved.strategy == "torchao":
         _require_no_prefix(path)
-    ahead_bytes = resolved.staging_bytes // 2
-    resolved = dataclasses.replace(resolved, staging_bytes=resolved.staging_bytes - ahead_bytes)
     checkpoint = open_files(path, filters=filters, config=resolved, watch=False)
     assembler = Assembler(checkpoint.files, filters) if resolved.strategy == "torchao" else None
     entries = assembler.entries if assembler else list(checkpoint.files.tensors.values())
     if order == "module":
         entries = by_module(entries)
+    ahead_bytes = checkpoint._program.settings.staging_bytes // 2
+    checkpoint._program.leave_staging(ahead_bytes)
     return _stream(checkpoint, entries, target, assembler, ahead_bytes, progress)
 
 

@@ -82,10 +82,15 @@ class CheckpointTensor(torch.Tensor):
     # ---- making
 
     @staticmethod
-    def of_entry(source: Source) -> CheckpointTensor:
+    def of_entry(source: Source, ranges: Sequence[tuple[int, int, int]] = ()) -> CheckpointTensor:
+        """The whole of an entry; or what `narrow` by each of these leaves: dimension, from 0, start and length."""
         entry = source.entry
-        strides = strides_of(entry)
-        return _make(source, entry.shape, strides, 0, entry.dtype, strides, entry.offset, entry.dtype, _CPU)
+        shape, strides, start_of_part = entry.shape, strides_of(entry), 0
+        for dim, start, length in ranges:
+            shape = (*shape[:dim], length, *shape[dim + 1 :])
+            start_of_part += start * strides[dim]
+        file_offset = entry.offset + start_of_part * entry.dtype.itemsize
+        return _make(source, shape, strides, start_of_part, entry.dtype, strides, file_offset, entry.dtype, _CPU)
 
     @staticmethod
     def of_span(source: Source) -> CheckpointTensor:

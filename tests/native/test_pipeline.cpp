@@ -96,6 +96,7 @@ struct Control {
   std::atomic<int64_t> submitted{0};
   std::atomic<int64_t> completed{0};
   std::atomic<int64_t> max_in_flight{0};
+  std::atomic<bool> ends{true};  // whether a reader that is destroyed is answered
 
   // Until nothing is submitted any more.
   void settle() const {
@@ -112,6 +113,9 @@ class TestReader final : public Reader {
  public:
   TestReader(int queue_depth, const FaultPlan& plan, std::shared_ptr<Control> control)
       : control_(std::move(control)), reader_(queue_depth, plan) {}
+  ~TestReader() override {
+    while (!control_->ends) std::this_thread::sleep_for(1ms);
+  }
 
   std::string_view name() const override { return reader_.name(); }
   int queue_depth() const override { return reader_.queue_depth(); }
@@ -746,7 +750,7 @@ class RefusesDirect final : public Reader {
   }
 
  private:
-  std::unique_ptr<Reader> reader_ = make_pread_reader(2);
+  std::unique_ptr<Reader> reader_ = make_pread_reader({2, 2});
   std::vector<ReadCompletion> refused_;
   std::shared_ptr<std::atomic<int>> refusals_;
 };
@@ -1018,6 +1022,129 @@ TEST_CASE("a Pipeline may end at any moment") {
     std::this_thread::sleep_for(std::chrono::microseconds(round * 50));
     if (round % 3 == 0) pipeline.cancel();
   }
+}
+
+TEST_CASE("storage that stops answering ends the load, and what it may still write to stays until it answers") {
+  const TestFile file(4 * kMiB);
+  auto memory = std::make_unique<std::byte[]>(2 * kMiB);
+  bool in_place = true;
+  Rig rig = make_rig(Strategy::kBuffered, {}, 4);
+  rig.options.io_timeout = 100ms;
+  rig.control->permits = 2;
+  rig.control->ends = false;
+  auto pipeline = std::make_unique<Pipeline>(rig.options);
+  pipeline->add_file(file.path(), file.identity());
+  Transfer transfer = contiguous(7, 0, 0, 2 * kMiB, memory.get());
+  SUBCASE("in place") {}
+  SUBCASE("staged") {
+    transfer = staged(7, 0, 0, 200'000, memory.get());
+    in_place = false;
+  }
+  const int64_t segment = pipeline->submit({transfer}, Order::kAppend);
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(pipeline->wait(segment, kLong));
+  CHECK(std::chrono::steady_clock::now() - start >= 100ms);
+  const Fault fault = pipeline->fault();
+  CHECK(fault.kind == FaultKind::kTimeout);
+  CHECK(fault.error == ETIMEDOUT);
+  CHECK(fault.file == 0);
+  CHECK(fault.transfer_id == 7);
+  CHECK(fault.offset == 2 * kChunk);  // the oldest that is in flight
+  CHECK(pipeline->take_landed().empty());
+
+  CHECK_FALSE(pipeline->stop(10ms));
+  CHECK_FALSE(pipeline->stop(0ms));
+  const auto destinations = pipeline->destinations_in_flight();
+  REQUIRE(destinations);
+  CHECK(destinations->size() == (in_place ? 4 : 0));
+  for (const ByteRange& range : *destinations) {
+    CHECK(range.begin >= reinterpret_cast<int64_t>(memory.get()) + 2 * kChunk);
+    CHECK(range.end <= reinterpret_cast<int64_t>(memory.get()) + 6 * kChunk);
+  }
+  rig.control->ends = true;
+  CHECK(pipeline->stop(kLong));
+  CHECK(pipeline->destinations_in_flight()->empty());
+}
+
+TEST_CASE("storage that answers, however slowly, does not run out of time") {
+  const TestFile file(kMiB);
+  std::vector<std::byte> memory(kMiB);
+  Rig rig = make_rig(Strategy::kBuffered, {}, 4);
+  rig.options.io_timeout = 400ms;
+  rig.control->permits = 0;
+  Pipeline pipeline(rig.options);
+  pipeline.add_file(file.path(), file.identity());
+  const int64_t segment = pipeline.submit({contiguous(0, 0, 0, kMiB, memory.data())}, Order::kAppend);
+  std::atomic<bool> done{false};
+  std::thread storage([&] {  // 16 reads, and a moment between any two that four of them outlast together
+    while (!done) {
+      std::this_thread::sleep_for(60ms);
+      rig.control->permits = 1;
+    }
+  });
+  CHECK(pipeline.wait(segment, kLong));
+  done = true;
+  storage.join();
+  CHECK_FALSE(static_cast<bool>(pipeline.fault()));
+  CHECK(std::memcmp(memory.data(), file.bytes(), kMiB) == 0);
+}
+
+TEST_CASE("without a time-out storage is waited for") {
+  const TestFile file(kMiB);
+  std::vector<std::byte> memory(kMiB);
+  Rig rig = make_rig(Strategy::kBuffered);
+  rig.control->permits = 0;
+  Pipeline pipeline(rig.options);
+  pipeline.add_file(file.path(), file.identity());
+  const int64_t segment = pipeline.submit({contiguous(0, 0, 0, kMiB, memory.data())}, Order::kAppend);
+  CHECK_FALSE(pipeline.wait(segment, 700ms));
+  rig.control->permits = INT64_MAX;
+  CHECK(pipeline.wait(segment, kLong));
+  CHECK_FALSE(static_cast<bool>(pipeline.fault()));
+}
+
+TEST_CASE("a read that fails while another is never answered ends the load at once") {
+  const TestFile file(4 * kMiB);
+  std::vector<std::byte> memory(2 * kMiB);
+  FaultPlan plan;
+  plan.fail_read = 1;
+  Rig rig = make_rig(Strategy::kBuffered, plan, 4);
+  rig.options.io_timeout = kLong;
+  rig.control->permits = 2;
+  rig.control->ends = false;
+  Pipeline pipeline(rig.options);
+  pipeline.add_file(file.path(), file.identity());
+  CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 2 * kMiB, memory.data())}, Order::kAppend), kLong));
+  CHECK(pipeline.fault().error == EIO);
+  CHECK_FALSE(pipeline.stop(10ms));
+  rig.control->ends = true;
+  CHECK(pipeline.stop(kLong));
+}
+
+TEST_CASE("a Pipeline that has stopped takes no more work") {
+  const TestFile file(kMiB);
+  std::vector<std::byte> memory(1000);
+  Pipeline pipeline(make_rig(Strategy::kBuffered).options);
+  pipeline.add_file(file.path(), file.identity());
+  CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 1000, memory.data())}, Order::kAppend), kLong));
+  CHECK(pipeline.stop(kLong));
+  CHECK(pipeline.destinations_in_flight()->empty());
+  CHECK(pipeline.wait(pipeline.submit({contiguous(1, 0, 0, 1000, memory.data())}, Order::kAppend), 0ms));
+  CHECK(pipeline.fault().kind == FaultKind::kCancelled);
+  CHECK(pipeline.stop(0ms));
+}
+
+TEST_CASE("silence is what was listened to") {
+  Silence silence;
+  std::this_thread::sleep_for(300ms);  // as if stopped: one look does not make up for it
+  CHECK(silence.look() <= 200ms);
+  for (int i = 0; i < 10; ++i) {
+    std::this_thread::sleep_for(10ms);
+    silence.look();
+  }
+  CHECK(silence.look() >= 300ms);
+  silence.end();
+  CHECK(silence.look() < 200ms);
 }
 
 TEST_CASE("waiting runs out of time, and can be taken up again") {

@@ -454,6 +454,26 @@ TEST_CASE("random plans give the bytes of naive copies") {
   CHECK(num_direct_in_place > 100);
 }
 
+TEST_CASE("a row longer than a chunk, far from the next, is read by several reads") {
+  const VirtualFiles files;
+  const int64_t row_bytes = 3 * 64 * kKiB + 77;
+  for (const ReadMode& mode : {ReadMode{}, direct_mode(4096, 512)}) {
+    const Setting setting = always(mode);
+    const Memory planned(row_bytes);
+    auto op = std::make_shared<GranuleOp>(OpSource{3, row_bytes, 3}, planned.data(), row_bytes);
+    const Transfer transfer = make_op_transfer(0, 0, 1001, row_bytes + 20'000, std::move(op));
+    const Plan plan = plan_reads({transfer}, setting.options());
+    CHECK(plan.reads.size() >= 12);
+    check_structure(plan, setting);
+    run_plan(plan, setting, files);
+    const Memory naive(row_bytes);
+    Transfer alone = transfer;
+    alone.dst = naive.data();
+    run_naively(alone, files);
+    CHECK(std::memcmp(planned.data(), naive.data(), static_cast<size_t>(row_bytes)) == 0);
+  }
+}
+
 TEST_CASE("bytes needed are counted once, whoever needs them") {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     CAPTURE(seed);

@@ -129,7 +129,7 @@ std::unique_ptr<Reader> make_uring(int queue_depth = 8) {
 
 // Runs a test on each reader that this machine has, in one doctest subcase each.
 void with_every_reader(const std::function<void(Reader&)>& test) {
-  SUBCASE("pread") { test(*make_pread_reader(8)); }
+  SUBCASE("pread") { test(*make_pread_reader({8, 8})); }
   SUBCASE("io_uring") {
     if (auto reader = make_uring()) test(*reader);
   }
@@ -368,7 +368,7 @@ TEST_CASE("a reader that ends with reads in flight writes no memory afterwards")
   const UniqueFd direct(::open(file.path(), O_RDONLY | O_DIRECT | O_CLOEXEC));
   for (int round = 0; round < 20; ++round) {
     for (const bool uring : {false, true}) {
-      auto reader = uring ? make_uring() : make_pread_reader(8);
+      auto reader = uring ? make_uring() : make_pread_reader({8, 8});
       if (reader == nullptr) continue;
       const Mapping buffer = map_pages(kSize);
       std::vector<ReadRequest> requests;
@@ -394,7 +394,7 @@ TEST_CASE("readers leave no thread and no file descriptor behind") {
   const int threads = count_threads();
   const int fds = count_entries("/proc/self/fd");
   for (int round = 0; round < 5; ++round) {
-    for (auto& reader : {make_pread_reader(8), make_uring()}) {
+    for (auto& reader : {make_pread_reader({8, 8}), make_uring()}) {
       if (reader == nullptr) continue;
       reader->register_file(file.fd());
       std::byte buffer[1000];
@@ -406,7 +406,7 @@ TEST_CASE("readers leave no thread and no file descriptor behind") {
 }
 
 TEST_CASE("threads of the pread pool are named and block every signal") {
-  const auto reader = make_pread_reader(3);
+  const auto reader = make_pread_reader({3, 3});
   // "SigBlk" has one bit per signal; the kernel never lets SIGKILL (9) and SIGSTOP (19) be blocked, nor the C library
   // its own two (32, 33).
   constexpr uint64_t kBlockable = ~uint64_t{0} & ~(uint64_t{1} << 8 | uint64_t{1} << 18 | uint64_t{3} << 31);
@@ -425,6 +425,32 @@ TEST_CASE("threads of the pread pool are named and block every signal") {
   sigset_t here;
   ::pthread_sigmask(SIG_SETMASK, nullptr, &here);
   CHECK(::sigismember(&here, SIGINT) == 0);
+}
+
+TEST_CASE("reads of storage and copies out of the page cache share the threads, each within its number") {
+  const TestFile file(1 << 20);
+  for (const PreadOptions options : {PreadOptions{5, 1}, PreadOptions{1, 4}, PreadOptions{3, 0}}) {
+    const auto reader = make_pread_reader(options);
+    // Every thread has one in hand, and four copies wait for each that may make them.
+    CHECK(reader->queue_depth() == std::max(options.num_waiting, options.num_copying) + 3 * options.num_copying);
+    Mapping buffer = map_pages(1 << 20);
+    for (int round = 0; round < 50; ++round) {
+      std::vector<ReadRequest> requests;
+      for (int i = 0; i < reader->queue_depth(); ++i) {
+        ReadRequest request;
+        request.fd = file.fd();
+        request.buffer = buffer.get() + i * 4096;
+        request.offset = i * 4096;
+        request.length = 4096;
+        request.cached = options.num_copying > 0 && (i + round) % 2 != 0;
+        request.token = static_cast<uint64_t>(i);
+        requests.push_back(request);
+      }
+      REQUIRE(reader->submit(requests) == 0);
+      for (const auto& [token, result] : take(*reader, requests.size())) CHECK(result == 4096);
+    }
+    CHECK(buffer[4097] == expected_byte(4097));
+  }
 }
 
 TEST_CASE("io_uring says why it cannot be had") {
@@ -536,8 +562,21 @@ TEST_CASE("residency follows what is read and dropped") {
   CHECK(dropped < size / 2);  // a few folios may stay
 
   std::vector<char> buffer(size);
+  ::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_RANDOM);  // nothing is read ahead
+  REQUIRE(::pread(file.fd(), buffer.data(), 1 << 20, 2 << 20) == 1 << 20);
+  const std::vector<ByteRange> absent = residency.absent_ranges(0, size);
+  int64_t absent_bytes = 0;
+  for (const ByteRange range : absent) {
+    CHECK((range.end <= 2 << 20 || 3 << 20 <= range.begin));
+    absent_bytes += range.size();
+  }
+  const int64_t resident = residency.resident_bytes(0, size);
+  CHECK(std::abs(size - resident - absent_bytes) < 4096);  // the last page counts whole as resident
+  CHECK(residency.absent_ranges(2 << 20, 1 << 20).empty());
+
   REQUIRE(::pread(file.fd(), buffer.data(), size, 0) == size);
   CHECK(residency.resident_bytes(0, size) == size);
+  CHECK(residency.absent_ranges(0, size).empty());
   CHECK(residency.resident_bytes(100, 50) == 50);
   CHECK(residency.resident_bytes(4000, 200) == 200);
   CHECK(residency.resident_bytes(size + (16 << 20), 1 << 20) == 0);

@@ -1,4 +1,4 @@
-"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack`` and ``verify``."""
+"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack``, ``verify`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from weightlift._logging import bad_setting
 from weightlift._version import __version__
-from weightlift.cli import inspect, load, pack, plan, save_sharded, source, verify
+from weightlift.cli import bench, inspect, load, pack, plan, save_sharded, source, verify
 from weightlift.cli.errors import CommandError
 
 _EXIT_CODES = """\
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightlift {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, plan, load, save_sharded, pack, verify):
+    for module in (inspect, plan, load, save_sharded, pack, verify, bench):
         command = commands.add_parser(
             module.NAME,
             help=module.HELP,
@@ -51,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        source.add_arguments(command)
-        command.add_argument("--json", action="store_true", help="print one JSON document")
+        if module is not bench:  # which is about storage, whatever lies there
+            source.add_arguments(command)
+            command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

@@ -16,6 +16,7 @@ from weightlift.model.planning import plan_model
 from weightlift.model.registry import model_class
 from weightlift.model.skeleton import config_of
 from weightlift.plan import LoadPlan, Slice, measure_bandwidth, plan_checkpoint
+from weightlift.storage_bench import read_bandwidth
 
 NAME = "plan"
 HELP = (
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bandwidth = parser.add_mutually_exclusive_group()
     bandwidth.add_argument("--bandwidth", type=_bandwidth, metavar="GB/S", help="of the storage, to estimate the time")
+    bandwidth.add_argument(
+        "--bench", metavar="FILE", help="take that from what `weightlift bench --json FILE` measured, cold"
+    )
     bandwidth.add_argument(
         "--measure", action="store_true", help="read up to 256 MiB of the largest tensors to measure it"
     )
@@ -82,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
     if options.device_memory is not None:
         plan.memory = plan.memory.on_device()
     bandwidth = options.bandwidth
+    if options.bench is not None:
+        bandwidth = read_bandwidth(options.bench) / 1e9
     if options.measure:
         config = LoadConfig(strategy=options.strategy)
         bandwidth = measure_bandwidth(source.source_of(options), config=config) / 1e9
