@@ -1,4 +1,4 @@
-"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack``, ``verify`` and ``bench``."""
+"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack``, ``verify``, ``bench``."""
 
 from __future__ import annotations
 
