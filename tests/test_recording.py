@@ -1505,6 +1505,7 @@ def test_direct_read_that_ended_buffered_is_reported_as_direct(checkpoint: Check
     file: dict[str, object] = {
         "direct_bytes": 4096,
         "buffered_bytes": 100,
+        "cached_bytes": 0,
         "direct_usable": True,
         "direct_proven": True,
         "direct_reason": "",
