@@ -84,6 +84,27 @@ SourceFile& Pipeline::source_file(int32_t file) const {
   return *files_[static_cast<size_t>(file)];
 }
 
+Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock) {
+  struct Opening {  // shared, since nobody may be waiting for it any more
+    Fault fault;
+    bool done = false;
+  };
+  auto opening = std::make_shared<Opening>();
+  post([this, opening, files = std::move(files)] {
+    Fault fault = open_files(files, options_.strategy, options_.page_cache,
+                             [this](int32_t file) -> SourceFile& { return ask_about(file); });
+    std::lock_guard guard(mutex_);
+    opening->fault = std::move(fault);
+    opening->done = true;
+    segment_changed_.notify_all();
+  });
+  while (!opening->done && !fault_) {
+    segment_changed_.wait_for(lock, kWatchInterval);
+    watch();
+  }
+  return opening->fault;
+}
+
 int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   auto segment = std::make_unique<Segment>();
   segment->order = order;
@@ -93,27 +114,19 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   segment->id = next_segment_++;
   const int64_t id = segment->id;
   if (fault_) return id;  // over before it began, as wait() will tell
-  struct Opening {        // shared, since nobody may be waiting for it any more
-    Fault fault;
-    bool done = false;
-  };
-  auto opening = std::make_shared<Opening>();
-  post([this, opening, files = segment->files] {
-    Fault fault = open_files(files, options_.strategy, options_.page_cache,
-                             [this](int32_t file) -> SourceFile& { return ask_about(file); });
-    std::lock_guard guard(mutex_);
-    opening->fault = std::move(fault);
-    opening->done = true;
-    segment_changed_.notify_all();
-  });
-  for (int32_t file : segment->files) ++file_users_[static_cast<size_t>(file)];
-  while (!opening->done && !fault_) {
-    segment_changed_.wait_for(lock, kWatchInterval);
-    watch();
+  if (!file_thread_.joinable()) {
+    file_thread_ = start_thread("wl-files", [this] { run_files(); });
+    ++num_at_storage_;
   }
-  if (opening->fault) {
-    name_transfer(opening->fault, transfers);
-    fail(std::move(opening->fault));
+  std::vector<int32_t> closed;
+  for (int32_t file : segment->files) {
+    if (file_users_[static_cast<size_t>(file)]++ == 0) closed.push_back(file);
+  }
+  if (!closed.empty()) {
+    if (Fault fault = ask_to_open(std::move(closed), lock)) {
+      name_transfer(fault, transfers);
+      fail(std::move(fault));
+    }
   }
   if (fault_) return id;
   lock.unlock();
@@ -161,10 +174,6 @@ void Pipeline::start_threads(const Plan& plan) {
 }
 
 void Pipeline::post(std::function<void()> task) {
-  if (!file_thread_.joinable()) {
-    file_thread_ = start_thread("wl-files", [this] { run_files(); });
-    ++num_at_storage_;
-  }
   file_tasks_.push_back(std::move(task));
   file_changed_.notify_one();
 }
@@ -262,9 +271,14 @@ void Pipeline::land(Segment& segment) {
   }
   std::unique_lock lock(mutex_);
   if (fault_) return;
-  // Closed when nobody needs them: a checkpoint may have more shards than a process may have open files.
+  // Closed when nobody needs them: a checkpoint may have more shards than a process may have open files. But one small
+  // read is often followed by another of the same file.
+  std::vector<int32_t> leaving = segment.files;
+  if (segment.order == Order::kUrgent && leaving.size() == 1 && options_.page_cache == PageCache::kKeep) {
+    std::swap(leaving, lingering_);
+  }
   std::vector<int32_t> unused;
-  for (int32_t file : segment.files) {
+  for (int32_t file : leaving) {
     if (--file_users_[static_cast<size_t>(file)] == 0) unused.push_back(file);
   }
   lock.unlock();

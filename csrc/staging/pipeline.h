@@ -141,6 +141,8 @@ class Pipeline {
   void transform(const Work& work);  // carries out the pieces of a chunk that has landed
 
   // REQUIRE the lock:
+  // Has them opened, and waits for it, with the lock let go of.
+  Fault ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock);
   void post(std::function<void()> task);    // to the thread of files
   void watch();                             // fails when a question is not answered
   void start_threads(const Plan& plan);     // those that it needs and that do not run yet
@@ -161,7 +163,8 @@ class Pipeline {
   std::condition_variable storage_left_;  // a thread that waits for storage has ended
 
   std::vector<std::unique_ptr<SourceFile>> files_;
-  std::vector<int> file_users_;                    // segments that need it open
+  std::vector<int> file_users_;                    // segments that need it open, and lingering_
+  std::vector<int32_t> lingering_;                 // left open by an urgent segment of one file: that file
   std::vector<DirectIo> direct_io_;                // of each file, as known to others than submit()
   std::deque<std::unique_ptr<Segment>> segments_;  // not over, in the order of submission; waiting ones included
   std::deque<Segment*> waiting_;                   // not dispatched
