@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <new>
+#include <vector>
 
 #include "util/align.h"
 #include "util/threads.h"
@@ -18,11 +20,21 @@ namespace {
 // One page in so many may have been touched.
 constexpr int64_t kMaxTouched = 8;
 
+// How many huge pages are touched to learn how long one takes; less than this, and small ones need not be.
+constexpr size_t kTrials = 4;
+constexpr std::chrono::microseconds kSoon{400};
+
 // madvise(2) of the pages that lie wholly inside the range.
 void advise(ByteRange memory, int64_t page, int advice) {
   const int64_t begin = align_up(memory.begin, page);
   const int64_t end = align_down(memory.end, page);
   if (begin < end) ::madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(end - begin), advice);
+}
+
+std::chrono::nanoseconds time_to_populate(ByteRange memory) {
+  const auto begin = std::chrono::steady_clock::now();
+  advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
+  return std::chrono::steady_clock::now() - begin;
 }
 
 }  // namespace
@@ -49,7 +61,26 @@ bool pages_untouched(ByteRange memory) {
   return num_touched * kMaxTouched <= num_pages;
 }
 
-void advise_huge_pages(ByteRange memory) { advise(memory, kHugePageBytes, MADV_HUGEPAGE); }
+void advise_huge_pages(std::span<const ByteRange> memory) {
+  for (ByteRange range : memory) advise(range, kHugePageBytes, MADV_HUGEPAGE);
+}
+
+bool huge_pages_come_sooner(std::span<const ByteRange> memory) {
+  std::vector<ByteRange> pages;  // all that lie wholly inside
+  for (ByteRange range : memory) {
+    for (int64_t at = align_up(range.begin, kHugePageBytes); at + kHugePageBytes <= range.end; at += kHugePageBytes) {
+      pages.push_back({at, at + kHugePageBytes});
+    }
+  }
+  if (pages.size() <= kTrials) return true;  // too few to tell by, or to lose
+  std::chrono::nanoseconds huge{};
+  for (size_t i = 0; i < kTrials; ++i) {  // far apart: neighbours tend to be alike
+    const ByteRange page = pages[i * pages.size() / kTrials];
+    advise(page, kHugePageBytes, MADV_HUGEPAGE);
+    huge += time_to_populate(page);
+  }
+  return huge <= kTrials * kSoon || huge <= kTrials * time_to_populate(pages.back());
+}
 
 PagePreparer::PagePreparer(std::function<void(int64_t)> on_progress)
     : on_progress_(std::move(on_progress)), thread_(start_thread("wl-pages", [this] { run(); })) {}
@@ -65,7 +96,7 @@ PagePreparer::~PagePreparer() {
 }
 
 int64_t PagePreparer::queue(ByteRange memory) {
-  advise_huge_pages(memory);
+  advise(memory, kHugePageBytes, MADV_HUGEPAGE);
   std::lock_guard lock(mutex_);
   queue_.push_back(memory);
   changed_.notify_all();

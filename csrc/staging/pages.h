@@ -11,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <thread>
 
 #include "plan/geometry.h"
@@ -40,8 +41,14 @@ class HugeMapping {
 // an allocator leaves its marks between blocks. Memory that can't be asked about counts as touched.
 bool pages_untouched(ByteRange memory);
 
-// Asks for huge pages, when they are touched, wherever they lie wholly inside the range. Contents are not changed.
-void advise_huge_pages(ByteRange memory);
+// Asks for huge pages, when they are touched, wherever they lie wholly inside the ranges. Contents are not changed.
+void advise_huge_pages(std::span<const ByteRange> memory);
+
+// Whether huge pages come sooner than small ones, found out by touching a few MiB of the ranges, which nobody has
+// touched. As a rule they take a third of the time. But where a virtual machine has given its free memory back, the
+// host has to find each of them again: 2.5 to 4.6 ms for 2 MiB, not 0.2; and 0.7 in small pages, which come from what
+// was in use.
+bool huge_pages_come_sooner(std::span<const ByteRange> memory);
 
 // Prepares memory: advises the huge pages that lie wholly inside a range at once, and populates its whole pages, range
 // after range, on a thread. Contents are not changed, so neighbours on the same pages don't mind. Failure is no error:

@@ -137,7 +137,9 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   segment->plan =
       plan_files(std::move(transfers), plan_options, [this](int32_t file) -> SourceFile& { return source_file(file); });
   segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
-  for (ByteRange memory : segment->plan.advised) advise_huge_pages(memory);
+  // Once they have come late, they are expected to.
+  if (!huge_pages_come_late_) huge_pages_come_late_ = !huge_pages_come_sooner(segment->plan.advised);
+  if (!huge_pages_come_late_) advise_huge_pages(segment->plan.advised);
 
   lock.lock();
   for (int32_t file : segment->files) {

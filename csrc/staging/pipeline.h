@@ -170,6 +170,7 @@ class Pipeline {
   std::deque<Segment*> waiting_;                   // not dispatched
   int64_t num_active_ = 0;                         // dispatched and not over
   int64_t next_segment_ = 0;
+  bool huge_pages_come_late_ = false;  // submit() alone asks
   std::vector<int64_t> landed_;
 
   std::unique_ptr<BufferRing> ring_;

@@ -1369,4 +1369,18 @@ TEST_CASE("memory is the caller's again once a segment has landed, though its pa
   CHECK(pages_untouched({begin, begin + 2 * kSmall}));
 }
 
+TEST_CASE("huge pages are tried on untouched memory alone, within the ranges, and too little of it is not tried") {
+  constexpr int64_t kBytes = 32 * kMiB;
+  const Memory memory(kBytes);
+  const auto begin = reinterpret_cast<int64_t>(memory.data());
+  const std::array few = {ByteRange{begin, begin + 4 * kHugePageBytes}};
+  CHECK(huge_pages_come_sooner(few));
+  CHECK(pages_untouched({begin, begin + kBytes}));
+  const std::array many = {ByteRange{begin, begin + 3 * kMiB}, ByteRange{begin + 5 * kMiB, begin + 16 * kMiB}};
+  huge_pages_come_sooner(many);  // whichever way: that is the machine's
+  CHECK(!pages_untouched({begin, begin + 16 * kMiB}));
+  CHECK(pages_untouched({begin + 16 * kMiB, begin + kBytes}));
+  CHECK(std::all_of(memory.data(), memory.data() + kBytes, [](std::byte value) { return value == std::byte{0}; }));
+}
+
 }  // namespace weightlift
