@@ -218,8 +218,8 @@ class LoadConfig:
     advise_hugepages: Annotated[
         bool | None,
         _switch(
-            "Advises 2 MiB pages for large destinations that were not touched yet, and fills them ahead of direct reads; "
-            "for buffered ones only where they come sooner than small pages.",
+            "Advises 2 MiB pages for large destinations that were not touched yet, and fills them ahead of direct "
+            "reads; for buffered ones only where they come sooner than small pages.",
             "Turn it off where huge pages are scarce.",
             constant=True,
         ),
