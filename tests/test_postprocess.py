@@ -103,6 +103,17 @@ def test_module_is_handed_over_when_its_bytes_are_there_and_others_are_not_waite
     assert events.index(last) > events.index(layers[0])
 
 
+def test_what_was_held_back_until_it_was_recorded_lands_module_by_module_too(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch, events: list[object]
+) -> None:
+    monkeypatch.setattr(program, "_SEGMENT_BYTES", 32)  # those of one layer; a segment is not handed over before 16 MiB
+    model = Model()
+    checkpoint = write_checkpoint(tmp_path, weights())
+    load(model, checkpoint, on_module_loaded=events.append)
+    last = max(event for event in events if isinstance(event, int))
+    assert events.index(last) > events.index(model.layers[1])
+
+
 def test_module_whose_parameter_was_replaced_by_its_loader_is_handed_over_with_the_new_one(
     tmp_path: Path, write_checkpoint: WriteCheckpoint
 ) -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
 _SHARD_SEGMENT_BYTES = 16 * MiB
+# Into so many parts is cut what is handed over late, and is to land bit by bit: each costs some milliseconds.
+_MAX_PARTS = 16
 # How often waiting looks up, for Ctrl-C and for progress.
 _POLL_SECONDS = 0.05
 
@@ -121,6 +123,9 @@ class Program:
         # Of what has been started, with the last segment that writes to it.
         self._started_memory: list[tuple[int, dict[int, tuple[torch.UntypedStorage, int, int]]]] = []
         self._last_segment = -1
+        # The last transfer into each storage; and of those started in parts, the last segment of their part.
+        self._last_write: dict[int, int] = {}
+        self._part_of: dict[int, int] = {}
         # Tensors that are being read into on the spot. One stays here when Ctrl-C ends the wait for it.
         self._reading: dict[int, torch.Tensor] = {}
         self._labels: dict[int, int] = {}  # segment -> its batch in the ledger
@@ -291,6 +296,7 @@ class Program:
             )
         storage = storage_of(dst)
         memory = (storage, storage.data_ptr(), storage.nbytes())
+        self._last_write[storage._cdata] = len(self._sources)
         if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
             self._check_destinations()  # raises where copies into the old memory are pending
             self._waiting_memory[storage._cdata] = memory
@@ -471,12 +477,16 @@ class Program:
             self._wait_up_to(self._last_segment)
             self.wait_seconds += time.perf_counter() - started
 
-    def start(self) -> int:
-        """Starts to carry out all that is recorded, and returns at once: a number for `finish`."""
+    def start(self, *, in_parts: bool = False) -> int:
+        """Starts to carry out all that is recorded, and returns at once: a number for `finish`.
+
+        Args:
+            in_parts: what was recorded first is to land before the rest does; see `landing`.
+        """
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            self._start_segment()
+            self._start_segment(in_parts=in_parts)
             return self._last_segment
 
     def finish(self, started: int) -> None:
@@ -495,7 +505,9 @@ class Program:
     def landing(self) -> dict[int, int]:
         """When copies that have been started will have landed: the number for `finish`, by the storage's `_cdata`."""
         with self._lock:
-            return {key: segment for segment, memory in self._started_memory for key in memory}
+            numbers = {key: segment for segment, memory in self._started_memory for key in memory}
+            parts = ((key, self._part_of.get(last)) for key, last in self._last_write.items() if key in numbers)
+            return numbers | {key: part for key, part in parts if part is not None}
 
     def _wait_up_to(self, last: int) -> None:
         for segment in list(self._labels):
@@ -510,19 +522,32 @@ class Program:
             self._read_ahead = ReadAhead(self.config, [shard for shard in self.files.shards if id(shard) in wanted])
         self._read_ahead.before(shards)
 
-    def _start_segment(self) -> None:
+    def _start_segment(self, *, in_parts: bool = False) -> None:
         self._check_destinations()
         if self._waiting_files:
             self._before_reading(self.files.shards[file] for file in sorted(self._waiting_files))
         while self._open_files and sum(self._open_files.values()) + len(self._waiting_files) > self._max_open_files:
             self._wait(next(iter(self._open_files)))
-        for batch in self._ledger.start():
-            segment = self._submit(batch, barrier=batch.level > 0)
-            if segment in self._labels:
-                self._open_files[segment] = len(self._waiting_files)
+        if in_parts:
+            ids = self._ledger.pending_ids()
+            num_bytes = sum(self._sources[id_].nbytes for id_ in ids)
+            step = -(-len(ids) // max(1, min(_MAX_PARTS, num_bytes // _SEGMENT_BYTES))) or 1
+            for first in range(0, len(ids), step):
+                batches = self._ledger.start_only(ids[first : first + step])
+                started = [id_ for batch in batches for id_ in batch.ids()]
+                self._start_batches(batches)
+                self._part_of.update(dict.fromkeys(started, self._last_segment))
+        self._start_batches(self._ledger.start())
         self._waiting_files.clear()
         self._started_memory.append((self._last_segment, self._waiting_memory))
         self._waiting_memory = {}
+
+    def _start_batches(self, batches: Iterable[_C.Batch]) -> None:
+        for batch in batches:
+            num_files = len({id(self._sources[id_].shard) for id_ in batch.ids()})
+            segment = self._submit(batch, barrier=batch.level > 0)
+            if segment in self._labels:
+                self._open_files[segment] = num_files
 
     def _submit(self, batch: _C.Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         try:

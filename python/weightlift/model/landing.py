@@ -18,6 +18,7 @@ def as_they_land(
     program: Program,
     model: torch.nn.Module | None,
     *,
+    one_by_one: bool = True,
     late: Iterable[torch.Tensor] = (),
     settle: Callable[[], object] | None = None,
 ) -> Iterator[torch.nn.Module]:
@@ -29,12 +30,13 @@ def as_they_land(
     Args:
         program: when recording has ended.
         model: None: there are no modules to give.
+        one_by_one: whether it matters that a module comes as soon as it can.
         late, settle: tensors that are complete when all has landed and `settle()` has been called.
 
     Raises:
         CheckpointReadError: as `Program.run`.
     """
-    last = program.start()
+    last = program.start(in_parts=one_by_one)
     numbers: dict[int, float] = {**program.landing()}
     turns = TurnQueue(program)
     num_turns = len(turns)

@@ -297,7 +297,8 @@ def _finish(
     if model is not None:
         land_leftovers(model)
     names = {module: name for name, module in model.named_modules()} if model is not None else {}
-    for module in as_they_land(program, model, late=placement.tied, settle=placement.settle_ties):
+    wanted = on_module_loaded is not None
+    for module in as_they_land(program, model, one_by_one=wanted, late=placement.tied, settle=placement.settle_ties):
         if on_module_loaded is None:
             continue
         try:
