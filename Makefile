@@ -8,7 +8,7 @@ export PYTHON ?= python3
 BIN := .venv/bin
 STORAGE ?= build
 FUZZ_SECONDS ?= 60
-NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp')
+NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-load bench-storage \

@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -172,6 +172,10 @@ def amax(*, src_type: str, rows: typing.SupportsInt | typing.SupportsIndex, colu
 def can_convert(src_type: typing.SupportsInt | typing.SupportsIndex, dst_type: typing.SupportsInt | typing.SupportsIndex) -> bool:
     """
     Whether a transfer may convert elements of one type into the other.
+    """
+def cuda_info() -> dict[str, typing.Any]:
+    """
+    Whether CUDA is part of this build, and what it finds here, as csrc/staging/cuda_info.h says.
     """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
