@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -261,6 +262,17 @@ def test_a_folder_is_judged_by_its_weights(tmp_path: Path, capsys: Output) -> No
     (snapshot / "model.safetensors").symlink_to(tmp_path / "blob")
     found = doctor(capsys, tmp_path)
     assert found[str(tmp_path), "file system"]["details"]["file"] == str(snapshot / "model.safetensors")
+
+
+def test_a_folder_that_is_full_is_not_broken(tmp_path: Path, capsys: Output) -> None:
+    with mounted("tmpfs", tmp_path / "fs") as folder:
+        (folder / "config.json").write_text("{}")
+        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(MiB)):
+                pass
+        found = doctor(capsys, folder)
+    assert found[str(folder), "file system"]["status"] == "ok"
+    assert found[str(folder), "page cache"]["status"] == "ok"
 
 
 @pytest.mark.parametrize(
