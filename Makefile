@@ -8,11 +8,11 @@ export PYTHON ?= python3
 BIN := .venv/bin
 STORAGE ?= build
 FUZZ_SECONDS ?= 60
-NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp')
+NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-load bench-storage \
-	bench-ops bench-rivals paper fuzz clean
+	bench-ops bench-rivals paper wheel fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -77,6 +77,10 @@ bench-rivals: setup  ## Whole checkpoints and one rank of 8, beside other loader
 
 paper: setup  ## What loading the largest public models would take, planned on files without data (BENCH_ARGS="--models kimi-k2")
 	$(BIN)/python -m benchmarks.paper $(BENCH_ARGS)
+
+wheel: setup  ## Build dist/: the wheel for users and the source distribution; install the wheel on its own, and try it
+	@scripts/wheel.sh
+	@scripts/check_wheel.sh
 
 fuzz: setup  ## Fuzz plans and headers for FUZZ_SECONDS each (needs clang++ with libFuzzer for plans)
 	@scripts/fuzz.sh $(FUZZ_SECONDS)

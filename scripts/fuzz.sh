@@ -18,7 +18,7 @@ if [[ -z $compiler ]]; then
   echo "SKIPPED: plans are not fuzzed: no clang++ with libFuzzer (Debian: apt-get install clang-19 libclang-rt-19-dev)"
 else
   "$bin/cmake" -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DCMAKE_CXX_COMPILER="$compiler" \
-    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DWEIGHTLIFT_SANITIZE=address,undefined -DWEIGHTLIFT_BUILD_FUZZERS=ON \
+    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DWEIGHTLIFT_SANITIZE=address,undefined -DWEIGHTLIFT_BUILD_FUZZERS=ON -DWEIGHTLIFT_CUDA=OFF \
     >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
   "$bin/ninja" -C "$build" --quiet
   mkdir -p "$build/corpus/plan"

@@ -12,7 +12,7 @@ if ! echo '#include <benchmark/benchmark.h>' | "${CXX:-c++}" -E -x c++ - >/dev/n
   echo "$program needs Google Benchmark (Debian: apt-get install libbenchmark-dev)"
   exit 1
 fi
-"$bin/cmake" -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DWEIGHTLIFT_BUILD_BENCHMARKS=ON \
+"$bin/cmake" -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DWEIGHTLIFT_BUILD_BENCHMARKS=ON -DWEIGHTLIFT_CUDA=OFF \
   >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
 "$bin/ninja" -C "$build" --quiet "$program"
 "$build/benchmarks/native/$program" "$@"

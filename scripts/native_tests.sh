@@ -13,6 +13,6 @@ if ! echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 
 fi
 echo "native tests in $build: $*"
 "$bin/cmake" -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" \
-  -DWEIGHTLIFT_BUILD_TESTS=ON -DWEIGHTLIFT_WERROR=ON "$@" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
+  -DWEIGHTLIFT_BUILD_TESTS=ON -DWEIGHTLIFT_WERROR=ON -DWEIGHTLIFT_CUDA=OFF "$@" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
 "$bin/ninja" -C "$build" --quiet
 "$bin/ctest" --test-dir "$build" --output-on-failure

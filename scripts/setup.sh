@@ -90,7 +90,9 @@ install_once requirements "$TORCH $(requirements build run)" pip_requirements bu
 sources=$(find csrc CMakeLists.txt pyproject.toml python/weightlift/_version.py -type f ! -name '*.md' -print0 | sort -z |
   xargs -0 sha256sum | sha256sum)
 has_header liburing.h && uring=found || uring=missing
-install_once weightlift "$PWD ${WEIGHTLIFT_URING:-AUTO} ${WEIGHTLIFT_WERROR:-OFF} liburing $uring $sources" \
+cuda="${WEIGHTLIFT_CUDA:-AUTO} ${WEIGHTLIFT_CUDA_ARCHITECTURES:-} $(command -v "${CUDACXX:-nvcc}" || echo missing)"
+install_once weightlift \
+  "$PWD ${WEIGHTLIFT_URING:-AUTO} ${WEIGHTLIFT_WERROR:-OFF} liburing $uring cuda $cuda $sources" \
   pip --no-build-isolation --no-deps --editable .
 
 for extra in "$@"; do

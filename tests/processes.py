@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,45 @@ def faulty_libc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     source = Path(__file__).with_name("faulty_libc.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"], check=True)
     return {"LD_PRELOAD": library}
+
+
+def run_as_nobody(path: Path, program: str, *, memlock: int | str | None = None) -> str:
+    """Runs Python code as a user who may read the file, and not write it. `memlock`: a limit, or `soft:hard`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    limit = [] if memlock is None else ["prlimit", f"--memlock={memlock}"]
+    command = [*limit, "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", program]
+    try:
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120, cwd="/")
+    except FileNotFoundError:
+        pytest.skip("no setpriv or prlimit")
+    if "ModuleNotFoundError" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("somebody else may not read Python or the package here")
+    if "failed to set the MEMLOCK" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """A memory cgroup, of version 1 or 2: its file of processes. Skips the test where none can be made."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    root = version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")
+    group = root / f"weightlift-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup: {error.strerror}")
+    try:
+        try:
+            (group / ("memory.limit_in_bytes" if root == version_1 else "memory.max")).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no memory cgroup: {error.strerror}")
+        yield group / "cgroup.procs"
+    finally:
+        for _ in range(100):  # its last process may still be ending
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.05)

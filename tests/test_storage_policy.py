@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from processes import run_as_nobody
 
 from weightlift import _C, LoadConfig, LoadReport, fast_load, iter_weights, prefetch, settings
 from weightlift.errors import CheckpointError
@@ -354,22 +355,6 @@ def test_auto_does_not_prefetch_where_the_page_cache_is_to_be_left(monkeypatch: 
     shards: Any = [type("Shard", (), {"path": "/a", "device": 1, "size": 1})]
     assert prefetch._to_prefetch(LoadConfig().resolve({}), shards)[0] == shards
     assert prefetch._to_prefetch(LoadConfig(page_cache="leave").resolve({}), shards)[0] == []
-
-
-def run_as_nobody(path: Path, program: str, *, memlock: int | None = None) -> str:
-    """Runs Python code as a user who may read the file, and not write it."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
-    limit = [] if memlock is None else ["prlimit", f"--memlock={memlock}:{memlock}"]
-    command = [*limit, "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", program]
-    try:
-        done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120, cwd="/")
-    except FileNotFoundError:
-        pytest.skip("no setpriv or prlimit")
-    if "ModuleNotFoundError" in done.stderr or "Permission denied" in done.stderr:
-        pytest.skip("somebody else may not read Python or the package here")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_leaving_the_page_cache_that_nobody_may_see_is_refused_or_done(readable_path: Path) -> None:

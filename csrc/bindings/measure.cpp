@@ -83,6 +83,7 @@ void bind_measure(py::module_& m) {
         result["proven"] = direct_io.proven;
         result["memory_alignment"] = direct_io.memory_alignment;
         result["offset_alignment"] = direct_io.offset_alignment;
+        result["told"] = direct_io.told;
         result["reason"] = direct_io.reason;
         return result;
       },

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/host.h"
 #include "bindings/measure.h"
 #include "bindings/ops.h"
 #include "plan/geometry.h"
@@ -258,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_ops(m);
   bind_measure(m);
+  bind_host(m);
 
   py::class_<Batch>(m, "Batch", "Transfers with disjoint destinations, on their way to a Pipeline.")
       .def(py::init<>())

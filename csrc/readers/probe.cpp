@@ -137,7 +137,11 @@ DirectIo probe_direct(const char* path) {
       told.offset_alignment <= kBlock) {
     // Believed once a read has worked: a file system stacked upon another may promise what that one does not keep.
     const int error = try_read(fd.get(), pages, 0, told.offset_alignment);
-    if (error == 0) return usable(told.memory_alignment, told.offset_alignment, true);
+    if (error == 0) {
+      DirectIo answer = usable(told.memory_alignment, told.offset_alignment, true);
+      answer.told = true;
+      return answer;
+    }
     if (error != EINVAL) return refused(std::string("a direct read failed: ") + ::strerror(error));
   }
   return probe_by_reading(fd.get(), pages, stat.st_size);

@@ -11,6 +11,7 @@ struct DirectIo {
   bool proven = false;           // they do bypass the page cache; some file systems accept the flag and don't
   int64_t memory_alignment = 0;  // bytes, a power of two; of the buffer's address
   int64_t offset_alignment = 0;  // bytes, a power of two; of the offset and the length of a read
+  bool told = false;             // by the file system (statx), instead of found by trying
   std::string reason;            // one sentence: why not usable, or "direct (unproven): ..."; else empty
 };
 

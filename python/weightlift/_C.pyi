@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'requantize_fp8', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'requantize_fp8', 'residency_method', 'resident_bytes', 'simd']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -173,6 +173,10 @@ def can_convert(src_type: typing.SupportsInt | typing.SupportsIndex, dst_type: t
     """
     Whether a transfer may convert elements of one type into the other.
     """
+def cuda_info() -> dict[str, typing.Any]:
+    """
+    Whether CUDA is part of this build, and what it finds here, as csrc/staging/cuda_info.h says.
+    """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
 def make_cold(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
@@ -193,6 +197,10 @@ def probe_direct(path: str) -> dict[str, typing.Any]:
     """
     Whether the file can be read past the page cache, as csrc/readers/probe.h says.
     """
+def probe_uring(*, queue_depth: typing.SupportsInt | typing.SupportsIndex, buffer_bytes: typing.SupportsInt | typing.SupportsIndex, num_buffers: typing.SupportsInt | typing.SupportsIndex) -> dict[str, typing.Any]:
+    """
+    Whether io_uring can be had, and staging registered with it, as csrc/measure/probe_uring.h says.
+    """
 def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None) -> Op:
     ...
 def quantize_with(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, scales: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
@@ -201,7 +209,15 @@ def requantize_fp8(*, format: str, parts: collections.abc.Sequence[tuple[typing.
     """
     parts: (end row, scale), ascending.
     """
+def residency_method(path: str) -> str:
+    """
+    By which system call it is told what of the file is in the page cache: cachestat, mincore or unknown.
+    """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.
+    """
+def simd() -> str:
+    """
+    The vector instructions that ops run with on this machine.
     """

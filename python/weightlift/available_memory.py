@@ -14,8 +14,13 @@ def available_bytes(root: str = "/") -> int:
     meminfo = _read(os.path.join(root, "proc/meminfo")).splitlines()
     fields = dict(line.split(":", 1) for line in meminfo if ":" in line)
     available = int(fields.get("MemAvailable", "0").split()[0]) * 1024  # without it: as if there were none
-    headrooms = (_headroom(group) for group in _memory_groups(root))
-    return max(0, min([available, *(headroom for headroom in headrooms if headroom is not None)]))
+    return max(0, min([available, *group_headrooms(root).values()]))
+
+
+def group_headrooms(root: str = "/") -> dict[str, int]:
+    """Bytes that each control group which limits this process's memory leaves it, by the group's folder."""
+    headrooms = {group: _headroom(group) for group in _memory_groups(root)}
+    return {group: headroom for group, headroom in headrooms.items() if headroom is not None}
 
 
 def _memory_groups(root: str) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .entries import Shard, TensorEntry
     from .settings import Settings
 
-_MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
+MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 
 
 def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[Shard], strategy: str) -> _C.Pipeline:
@@ -60,7 +60,7 @@ def _add_files(reader: _C.Pipeline | _C.ReadPlanner, shards: Sequence[Shard]) ->
 def max_open_files() -> int:
     """How many files of the checkpoint may be open at a time: of the descriptors that the process may have, half."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, limit // 4))
+    return MAX_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_FILES, limit // 4))
 
 
 def file_report(shard: Shard, file: Mapping[str, object], stats: Mapping[str, object]) -> FileReport:

@@ -1,4 +1,5 @@
-"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack``, ``verify``, ``bench``."""
+"""The command line: ``weightlift inspect``, ``plan``, ``load``, ``save-sharded``, ``pack``, ``verify``, ``bench``,
+``doctor``."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import NoReturn
 
 from weightlift._logging import bad_setting
 from weightlift._version import __version__
-from weightlift.cli import bench, inspect, load, pack, plan, save_sharded, source, verify
+from weightlift.cli import bench, doctor, inspect, load, pack, plan, save_sharded, source, verify
 from weightlift.cli.errors import CommandError
 
 _EXIT_CODES = """\
 exit codes:
   0    all is well
-  1    the checkpoint cannot be read, is malformed, or verifying found a problem
+  1    the checkpoint cannot be read, is malformed, or verifying found a problem; the doctor found a path broken
   2    wrong usage: arguments, environment variables, a missing optional package
   3    what was planned takes more memory than there is
   130  interrupted
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightlift {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, plan, load, save_sharded, pack, verify, bench):
+    for module in (inspect, plan, load, save_sharded, pack, verify, bench, doctor):
         command = commands.add_parser(
             module.NAME,
             help=module.HELP,
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if module is not bench:  # which is about storage, whatever lies there
+        if module not in (bench, doctor):  # which are about machines, whatever lies there
             source.add_arguments(command)
             command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
