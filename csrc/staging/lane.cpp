@@ -275,8 +275,15 @@ void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
   if (kind == FaultKind::kEndOfFile && ::fstat(active.chunk->file->buffered_fd(), &st) == 0) {
     offset = std::min(offset, int64_t{st.st_size});
   }
+  Fault fault{kind, error, read.file, offset, transfer_at(active, offset), {}};
+  if (kind == FaultKind::kRead) {
+    if (Fault changed = active.chunk->file->check_in_place()) {
+      fault.kind = changed.kind;
+      fault.detail = std::move(changed.detail);
+    }
+  }
   std::lock_guard lock(pipeline_.mutex_);
-  pipeline_.fail({kind, error, read.file, offset, transfer_at(active, offset), {}});
+  pipeline_.fail(std::move(fault));
 }
 
 void Pipeline::Lane::go_on_buffered(ActiveRead& active) {
