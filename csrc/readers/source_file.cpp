@@ -89,6 +89,12 @@ Fault SourceFile::check_unchanged() const {
   return compare(buffered_.get());
 }
 
+int64_t SourceFile::current_size() const {
+  ask_server(buffered_.get(), "");
+  struct stat st{};
+  return ::fstat(buffered_.get(), &st) == 0 ? st.st_size : -errno;
+}
+
 Fault SourceFile::check_in_place() const {
   ask_server(AT_FDCWD, path_.c_str());
   struct stat st{};

@@ -59,6 +59,9 @@ class SourceFile {
   // lost, they do so in several ways (ESTALE, EIO, EBADF).
   Fault check_in_place() const;
 
+  // Bytes that the open file has by now, or -errno. REQUIRES: open.
+  int64_t current_size() const;
+
   int buffered_fd() const { return buffered_.get(); }
   int direct_fd() const { return direct_.get(); }
   int buffered_flags() const { return buffered_flags_; }  // RWF_* of reads through buffered_fd()
