@@ -44,6 +44,7 @@ fi
 # 2. The guest's kernel and busybox.
 guest=$vm/$VM_KERNEL
 if [[ ! -f $guest/.unpacked ]]; then
+  apt-cache show "$VM_KERNEL" >/dev/null 2>&1 || scripts/apt_install.sh || true  # for its lists of packages
   # The package that a name without a version stands for.
   kernel=$(apt-cache depends --important "$VM_KERNEL" 2>/dev/null | awk '/Depends: linux-image-/ { print $2; exit }') || true
   kernel=${kernel:-$VM_KERNEL}

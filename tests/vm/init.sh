@@ -47,7 +47,6 @@ mount /dev/nvme0n2 /xfs
 mount /dev/nvme0n3 /export
 mount -t nfsd nfsd /proc/fs/nfsd
 nfs_server start
-echo Y >/proc/fs/nfsd/v4_end_grace  # nobody is waited for
 mount_nfs() { mount -t nfs4 -o "vers=4.2,addr=127.0.0.1,clientaddr=127.0.0.1${2:+,$2}" 127.0.0.1:/ "$1"; }
 mount_nfs /nfs
 make_export() { load_file make /export/file; }

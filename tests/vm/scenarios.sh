@@ -2,11 +2,18 @@
 for folder in /ext4 /xfs; do load_file make $folder/file; done
 make_export
 
-# What is found out about each storage.
+# What is found out about each storage, with what its kernel can.
+release=$(uname -r)
+minor=${release#*.}
+kernel=$((${release%%.*} * 100 + ${minor%%.*}))
+residency=mincore
+if [ $kernel -ge 605 ]; then residency=cachestat; fi
 expect_probe() { row 'what is found out' "$1" - sh -c "load_file probe /$1/file | tee /tmp/found; grep -qxF '$2' /tmp/found"; }
-expect_probe ext4 'direct, memory 4, offset 512, residency by mincore, no RWF_DONTCACHE'
-expect_probe xfs 'direct, memory 4, offset 512, residency by mincore, no RWF_DONTCACHE'
-expect_probe nfs 'direct, memory 512, offset 512, residency by mincore, no RWF_DONTCACHE'
+if [ $kernel -lt 614 ]; then
+  expect_probe ext4 "direct, memory 4, offset 512, residency by $residency, no RWF_DONTCACHE"
+  expect_probe xfs "direct, memory 4, offset 512, residency by $residency, no RWF_DONTCACHE"
+  expect_probe nfs "direct, memory 512, offset 512, residency by $residency, no RWF_DONTCACHE"
+fi
 
 for folder in /ext4 /xfs /nfs; do
   for reader in $READERS; do
@@ -33,6 +40,7 @@ done
 # The native tests whose outcome is up to the storage.
 for folder in /ext4 /xfs /nfs; do
   row 'native tests of the readers' ${folder#/} - env TMPDIR=$folder test_readers
+  if [ $folder = /xfs ]; then continue; fi  # which is no other than ext4 to the pipeline
   row 'native tests of the pipeline' ${folder#/} - env TMPDIR=$folder test_pipeline \
     '--test-case=*every reader and strategy*,*counts what the pipeline reads*,*read into in place*,*truncated under*'
 done
@@ -77,20 +85,14 @@ for reader in $READERS; do
 done
 umount /stale
 
-# The server goes away, and comes back knowing its clients.
+# The server, or the network, goes away.
 for reader in $READERS; do
-  load 'server gone for 4 s' /nfs $reader 'during=nfs_server stop; (sleep 4; nfs_server start) >/dev/null 2>&1 &'
   load 'network gone for 4 s' /nfs $reader 'during=ip link set lo down; (sleep 4; ip link set lo up) >/dev/null 2>&1 &'
-done
-# It comes back and knows nothing of them: there is no grace in which they could remind it.
-anew='nfs_server start && echo Y >/proc/fs/nfsd/v4_end_grace'
-for reader in $READERS; do
-  load 'server gone until after the time-out' /nfs $reader timeout_ms=3000 expect=timeout \
-    'during=nfs_server stop' "then=$anew"
-  load 'server replaced the file, restarted' /nfs $reader expect=changed \
-    "during=nfs_server stop; rm /export/file; load_file make /export/file; $anew"
-done
-for reader in $READERS; do
+  load 'network gone beyond the time-out' /nfs $reader timeout_ms=3000 expect=timeout \
+    'during=ip link set lo down' 'then=ip link set lo up'
+  load 'server gone for 4 s' /nfs $reader 'during=nfs_server stop; (sleep 4; nfs_server start) >/dev/null 2>&1 &'
   load 'server gone for good' /nfs $reader timeout_ms=3000 expect=timeout 'during=nfs_server stop'
-  sh -c "$anew"
+  nfs_server start
+  load 'file replaced, server restarted' /nfs $reader expect=changed \
+    'during=nfs_server stop; rm /export/file; load_file make /export/file; nfs_server start'
 done
