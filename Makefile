@@ -8,11 +8,11 @@ export PYTHON ?= python3
 BIN := .venv/bin
 STORAGE ?= build
 FUZZ_SECONDS ?= 60
-NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz tests/vm benchmarks/native -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-load bench-storage \
-	bench-ops bench-rivals paper wheel fuzz clean
+.PHONY: help setup demo test test-python test-native test-sanitize test-storage test-vllm lint stubs format bench bench-load \
+	bench-storage bench-ops bench-rivals paper wheel fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-native: setup  ## C++ tests of the core
 test-sanitize: setup  ## C++ tests under AddressSanitizer with UBSan, and under ThreadSanitizer
 	@scripts/native_tests.sh build/asan -DWEIGHTLIFT_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	@scripts/native_tests.sh build/tsan -DWEIGHTLIFT_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
+
+test-storage: setup  ## Readers on NVMe (ext4, xfs) and NFS, failing ones too, in a virtual machine (qemu)
+	@scripts/storage_tests.sh
 
 test-vllm:  ## Tests inside the real vLLM (CPU build), in .venv-vllm
 	@scripts/setup.sh

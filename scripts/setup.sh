@@ -26,15 +26,9 @@ missing_packages() {
 }
 missing=$(missing_packages | tr '\n' ' ')
 if [[ -n $missing ]]; then
-  as_root=()
-  if [[ $(id -u) != 0 ]]; then as_root=(sudo -n); fi
-  if command -v apt-get >/dev/null && { [[ $(id -u) == 0 ]] || sudo -n true 2>/dev/null; }; then
-    say "installing system packages: $missing"
-    export DEBIAN_FRONTEND=noninteractive
-    # shellcheck disable=SC2086  # a list of words
-    { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -qq -y --no-install-recommends $missing; } \
-      >/dev/null || say "apt-get failed; going on without"
-  fi
+  say "installing system packages: $missing"
+  # shellcheck disable=SC2086  # a list of words
+  scripts/apt_install.sh $missing || say "apt-get failed; going on without"
   missing=$(missing_packages | tr '\n' ' ')
   if [[ -n $missing ]]; then
     say "missing: $missing(Debian and Ubuntu: apt-get install $missing)"

@@ -7,7 +7,7 @@
 //   hang FROM       a read that reaches this offset is answered when `control` says so no more
 //   hang_open       so is opening a file
 //
-// Built with libfuse3 (Debian: apt-get install libfuse3-dev fuse3). Usage: faulty_fuse FOLDER MOUNT_POINT -f
+// Built with libfuse3 (Debian: apt-get install libfuse3-dev fuse3). Usage: faulty_fuse FOLDER MOUNT_POINT -f -o OPTIONS
 #define FUSE_USE_VERSION 31
 #define _GNU_SOURCE
 #include <errno.h>
@@ -97,15 +97,7 @@ static int faulty_readdir(const char* name, void* entries, fuse_fill_dir_t fill,
   return 0;
 }
 
-// Sizes are asked for anew each time.
-static void* faulty_init(struct fuse_conn_info* connection, struct fuse_config* config) {
-  (void)connection;
-  config->attr_timeout = config->entry_timeout = 0;
-  return NULL;
-}
-
 static const struct fuse_operations operations = {
-    .init = faulty_init,
     .getattr = faulty_getattr,
     .open = faulty_open,
     .read = faulty_read,

@@ -106,21 +106,22 @@ def _faulty_fuse(folder: Path) -> Path:
 
 
 class Fuse:
-    """A folder seen through a file system that fails on command, see tests/faulty_fuse.c.
+    """A folder seen through a file system that fails on command, see tests/faulty_fuse.c. Unless `options` of the mount
+    say otherwise, names, sizes and times are asked for anew each time.
 
     Attributes:
         folder: where its files are read.
         behind: where they are written.
     """
 
-    def __init__(self, behind: Path, point: Path) -> None:
-        self.behind, self.folder = behind, point
+    def __init__(self, behind: Path, point: Path, options: str = "attr_timeout=0,entry_timeout=0") -> None:
+        self.behind, self.folder, self._options = behind, point, options
 
     def __enter__(self) -> Fuse:
         self.behind.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [_faulty_fuse(self.behind.parent), self.behind, self.folder, "-f"],
+            [_faulty_fuse(self.behind.parent), self.behind, self.folder, "-f", "-o", self._options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -126,6 +126,23 @@ def test_slow_storage_does_not_run_out_of_time(
     assert time.monotonic() - started > 1
 
 
+def test_a_change_behind_cached_attributes_is_seen(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    with Fuse(tmp_path / "behind", tmp_path / "mounted", "attr_timeout=600,entry_timeout=600,ro") as fuse:
+        safetensors.torch.save_file(tensors, fuse.behind / "model.safetensors")
+        path = fuse.folder / "model.safetensors"
+        into = torch.zeros(MiB // 2, dtype=torch.int32)
+
+        def load() -> None:
+            with open_checkpoint(path, config=config("pread", "buffered")) as ckpt:
+                into.copy_(ckpt["w0"])
+                os.utime(fuse.behind / "model.safetensors", ns=(0, 0))
+                assert path.stat().st_mtime_ns != 0  # is what was known
+
+        with pytest.raises(CheckpointReadError, match="it has been written to") as caught:
+            load()
+        assert caught.value.reason == "FileChanged"
+
+
 # ---- storage that stops answering
 
 

@@ -26,6 +26,14 @@ int open_retrying(const std::string& path, int flags) {
   }
 }
 
+// Has a network file system ask its server about a file anew. Otherwise it answers for seconds to hours what it knows;
+// then a file that was cut on the server seems whole to stat(2), and NFS gives zeros for what is missing. What can't be
+// asked (seccomp) stays as it is known.
+void ask_server(int fd, const char* path) {
+  struct statx ignored;
+  ::statx(fd, path, AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_SIZE | STATX_MTIME, &ignored);
+}
+
 }  // namespace
 
 Fault SourceFile::open(Strategy strategy, PageCache page_cache) {
@@ -57,6 +65,7 @@ Fault SourceFile::open(Strategy strategy, PageCache page_cache) {
 }
 
 Fault SourceFile::prepare_to_leave(int fd) {
+  ::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // nothing is read ahead, here and beyond what is planned
   std::byte byte;
   const iovec memory = {.iov_base = &byte, .iov_len = 1};
   if (::preadv2(fd, &memory, 1, 0, kRwfDontCache) >= 0) buffered_flags_ = kRwfDontCache;
@@ -72,15 +81,36 @@ Fault SourceFile::prepare_to_leave(int fd) {
         "reads can't keep out of the page cache here (no RWF_DONTCACHE), and what to leave in it can't be told, since "
         "only who could write a file may see what is cached of it"};
   }
-  ::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // nothing is read ahead, beyond what is planned
   return {};
 }
 
-Fault SourceFile::check_unchanged() const { return compare(buffered_.get()); }
+Fault SourceFile::check_unchanged() const {
+  ask_server(buffered_.get(), "");
+  return compare(buffered_.get());
+}
+
+int64_t SourceFile::current_size() const {
+  ask_server(buffered_.get(), "");
+  struct stat st{};
+  return ::fstat(buffered_.get(), &st) == 0 ? st.st_size : -errno;
+}
+
+Fault SourceFile::check_in_place() const {
+  ask_server(AT_FDCWD, path_.c_str());
+  struct stat st{};
+  if (::stat(path_.c_str(), &st) == 0) return compare(st);
+  if (errno != ENOENT && errno != ESTALE) return {};
+  return {FaultKind::kChanged, 0, index_, -1, -1, "it is gone"};
+}
 
 Fault SourceFile::compare(int fd) const {
   struct stat st{};
-  if (::fstat(fd, &st) != 0) return {FaultKind::kOpen, errno, index_};
+  if (::fstat(fd, &st) == 0) return compare(st);
+  if (errno == ESTALE) return {FaultKind::kChanged, ESTALE, index_, -1, -1, "its server has it no more"};
+  return {FaultKind::kOpen, errno, index_};
+}
+
+Fault SourceFile::compare(const struct stat& st) const {
   const int64_t mtime_ns = int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + st.st_mtim.tv_nsec;
   std::string detail;
   if (st.st_size != identity_.size) {

@@ -1,6 +1,8 @@
 // SourceFile: one file of the checkpoint, open for the ways it is read in, and known to be the one that was parsed.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -53,6 +55,12 @@ class SourceFile {
   // Whether the open file still is what it was when it was parsed: a fault if it has been written to since. REQUIRES:
   // open.
   Fault check_unchanged() const;
+  // Whether that file is still the one at the path: a fault if not. For reads that fail: of a file that its server has
+  // lost, they do so in several ways (ESTALE, EIO, EBADF).
+  Fault check_in_place() const;
+
+  // Bytes that the open file has by now, or -errno. REQUIRES: open.
+  int64_t current_size() const;
 
   int buffered_fd() const { return buffered_.get(); }
   int direct_fd() const { return direct_.get(); }
@@ -65,6 +73,7 @@ class SourceFile {
 
  private:
   Fault compare(int fd) const;
+  Fault compare(const struct stat& st) const;
   Fault prepare_to_leave(int fd);
 
   int32_t index_;

@@ -1,7 +1,5 @@
 #include "staging/lane.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -295,13 +293,19 @@ void Pipeline::Lane::on_read_done(ActiveRead& active) {
 void Pipeline::Lane::fail(const ActiveRead& active, FaultKind kind, int error) {
   const Read& read = *active.read;
   int64_t offset = read.offset + active.done;
-  struct stat st{};
-  // Of several reads behind the end, any may be the first to tell.
-  if (kind == FaultKind::kEndOfFile && ::fstat(active.chunk->file->buffered_fd(), &st) == 0) {
-    offset = std::min(offset, int64_t{st.st_size});
+  if (kind == FaultKind::kEndOfFile) {  // of several reads behind the end, any may be the first to tell
+    const int64_t size = active.chunk->file->current_size();
+    if (size >= 0) offset = std::min(offset, size);
+  }
+  Fault fault{kind, error, read.file, offset, transfer_at(active, offset), {}};
+  if (kind == FaultKind::kRead) {
+    if (Fault changed = active.chunk->file->check_in_place()) {
+      fault.kind = changed.kind;
+      fault.detail = std::move(changed.detail);
+    }
   }
   std::lock_guard lock(pipeline_.mutex_);
-  pipeline_.fail({kind, error, read.file, offset, transfer_at(active, offset), {}});
+  pipeline_.fail(std::move(fault));
 }
 
 void Pipeline::Lane::go_on_buffered(ActiveRead& active) {

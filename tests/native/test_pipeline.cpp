@@ -700,6 +700,39 @@ TEST_CASE("a file that has become another one is not read") {
   CHECK(rig.control->submitted == 0);
 }
 
+TEST_CASE("a read that fails since its file is another one says so, with its error") {
+  const TestFile file(kMiB);
+  std::vector<std::byte> memory(1000);
+  FaultPlan plan;
+  plan.fail_read = 0;
+  plan.error = ESTALE;
+  Rig rig = make_rig(Strategy::kBuffered, plan);
+  rig.control->permits = 0;
+  Pipeline pipeline(rig.options);
+  pipeline.add_file(file.path(), file.identity());
+  const int64_t segment = pipeline.submit({contiguous(3, 0, 0, 1000, memory.data())}, Order::kAppend);
+  rig.control->settle();
+  FaultKind expected = FaultKind::kChanged;
+  std::string detail;
+  SUBCASE("replaced") {
+    const TestFile other(kMiB, 2);
+    REQUIRE(::rename(other.path().c_str(), file.path().c_str()) == 0);
+    detail = "another file has taken its place";
+  }
+  SUBCASE("removed") {
+    REQUIRE(::unlink(file.path().c_str()) == 0);
+    detail = "it is gone";
+  }
+  SUBCASE("unchanged") { expected = FaultKind::kRead; }
+  rig.control->permits = INT64_MAX;
+  CHECK(pipeline.wait(segment, kLong));
+  CHECK(pipeline.fault().kind == expected);
+  CHECK(pipeline.fault().detail == detail);
+  CHECK(pipeline.fault().error == ESTALE);
+  CHECK(pipeline.fault().offset == 0);
+  CHECK(pipeline.fault().transfer_id == 3);
+}
+
 TEST_CASE("a file that is missing fails its segment, and all the others") {
   const TestFile file(kMiB);
   std::vector<std::byte> memory(2000);
