@@ -76,6 +76,10 @@ Fault SourceFile::prepare_to_leave(int fd) {
   return {};
 }
 
+void SourceFile::stop_read_ahead() const {
+  if (direct_) ::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
+}
+
 Fault SourceFile::check_unchanged() const { return compare(buffered_.get()); }
 
 Fault SourceFile::compare(int fd) const {
