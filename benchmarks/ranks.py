@@ -56,6 +56,7 @@ class Loaded:
     Attributes:
         host_bytes: resident memory at its peak, beyond what was there before and the parameters.
         storage_bytes: that this process had storage read, by /proc/PID/io.
+        looked: what `look` gave.
     """
 
     started: float
@@ -64,6 +65,7 @@ class Loaded:
     host_bytes: int
     storage_bytes: int
     report: dict[str, Any]
+    looked: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ def load_at_once(
     config: weightlift.LoadConfig | None = None,
     late_seconds: float = 0.0,
     memory_group: Path | None = None,
+    look: Callable[[nn.Module, int], Any] | None = None,
 ) -> Run:
     """Loads a checkpoint in that many processes at once, from storage.
 
@@ -116,6 +119,7 @@ def load_at_once(
         cut: one of CUTS.
         late_seconds: by which each rank starts later than the one before.
         memory_group: `cgroup.procs` of a control group that they are to run in.
+        look: called in each process when it has loaded, with the module and the rank.
     """
     plan_model(folder)  # imports what a first load makes torch import, which is a matter of each process, not of ranks
     context = ForkContext()
@@ -123,7 +127,7 @@ def load_at_once(
         processes = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            arguments = (there, folder, cut, rank, num_ranks, config, [group, memory_group])
+            arguments = (there, folder, cut, rank, num_ranks, config, [group, memory_group], look)
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -178,6 +182,7 @@ def _run_rank(
     num_ranks: int,
     config: weightlift.LoadConfig | None,
     groups: list[Path | None],
+    look: Callable[[nn.Module, int], Any] | None,
 ) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
     for group in filter(None, groups):
@@ -204,6 +209,7 @@ def _run_rank(
             host_bytes=peak - parameter_bytes,
             storage_bytes=_storage_bytes() - storage_before,
             report=dataclasses.asdict(report),
+            looked=None if look is None else look(module, rank),
         )
     )
 

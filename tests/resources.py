@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 def loading_threads() -> list[str]:
@@ -54,3 +59,27 @@ class PeakMemory:
     @property
     def growth(self) -> int:
         return self.peak - self.first
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """A memory cgroup, of version 1 or 2: its file of processes. Skips the test where none can be made."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    root = version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")
+    group = root / f"weightlift-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup: {error.strerror}")
+    try:
+        try:
+            (group / ("memory.limit_in_bytes" if root == version_1 else "memory.max")).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no memory cgroup: {error.strerror}")
+        yield group / "cgroup.procs"
+    finally:
+        for _ in range(100):  # its last process may still be ending
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.05)

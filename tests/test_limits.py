@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from processes import REFUSE_IO_URING, command, environment, faulty_libc, run_python
+from resources import memory_cgroup
 
 from weightlift import LoadConfig, fast_load, open_checkpoint
 
@@ -173,30 +171,6 @@ except weightlift.CheckpointError as error:
         ["unshare", "--mount", "sh", "-c", script, "sh", *arguments], capture_output=True, text=True, check=True
     )
     assert "io_uring is switched off on this host (kernel.io_uring_disabled=2)" in done.stdout
-
-
-@contextlib.contextmanager
-def memory_cgroup(limit: int) -> Iterator[Path]:
-    """A memory cgroup, of version 1 or 2: its file of processes. Skips the test where none can be made."""
-    version_1 = Path("/sys/fs/cgroup/memory")
-    root = version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")
-    group = root / f"weightlift-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup: {error.strerror}")
-    try:
-        try:
-            (group / ("memory.limit_in_bytes" if root == version_1 else "memory.max")).write_text(str(limit))
-        except OSError as error:
-            pytest.skip(f"no memory cgroup: {error.strerror}")
-        yield group / "cgroup.procs"
-    finally:
-        for _ in range(100):  # its last process may still be ending
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("strategy", ["buffered", pytest.param("direct", marks=pytest.mark.direct_io)])
