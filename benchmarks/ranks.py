@@ -123,33 +123,35 @@ def load_at_once(
     """
     plan_model(folder)  # imports what a first load makes torch import, which is a matter of each process, not of ranks
     context = ForkContext()
-    with _counting() as (group, counted):
-        processes = []
+    with _counting() as (group, counted), contextlib.ExitStack() as ranks:
+        pipes = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
             arguments = (there, folder, cut, rank, num_ranks, config, [group, memory_group], look)
-            process = context.Process(target=_run_rank, args=arguments, daemon=True)
+            process = context.Process(target=_run_rank, args=arguments)
             process.start()
+            ranks.callback(process.join)
+            ranks.callback(process.kill)  # those that wait for one that has failed
             there.close()
-            processes.append((process, here))
-        for _, pipe in processes:
-            pipe.recv()  # it is ready
+            pipes.append(here)
+        for pipe in pipes:
+            _receive(pipe)  # it is ready
         make_cold(folder)
-        for _, pipe in processes:
+        for pipe in pipes:
             pipe.send(None)
             time.sleep(late_seconds)
-        results = []
-        for process, pipe in processes:
-            try:
-                results.append(pipe.recv())
-            except EOFError:
-                process.join()
-                raise SystemExit(f"a rank ended with exit code {process.exitcode}") from None
-            process.join()
+        results = [_receive(pipe) for pipe in pipes]
         device_bytes = counted()
     if device_bytes is None:
         return Run(sum(result.storage_bytes for result in results), "/proc/PID/io", results)
     return Run(device_bytes, "block layer", results)
+
+
+def _receive(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise SystemExit("a rank has failed") from None
 
 
 @contextlib.contextmanager
