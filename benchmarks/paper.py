@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -108,6 +109,7 @@ class Planned:
     num_forced: int  # of which loaders looked at values
     read_sizes: list[tuple[int, int, int]]  # (bytes from, number, bytes), to twice as many bytes
     strategies: dict[str, int]  # bytes by how they are read
+    shared_bytes: int  # of bytes_read, what the plan takes for read by the node's other ranks too
     parameter_bytes: int
     seconds_at: dict[str, float]  # of each of STORAGE, for this rank alone
     plan_seconds: float
@@ -137,14 +139,20 @@ class Row:
         return statistics.mean(rank.bytes_read for rank in self.ranks) * self.node_ranks
 
     @property
+    def storage_bytes(self) -> float:
+        """Read from storage by a node whose ranks load at once: what several of them read comes from it once."""
+        alone = statistics.mean(rank.bytes_read - rank.shared_bytes for rank in self.ranks)
+        return alone * self.node_ranks + max(rank.shared_bytes for rank in self.ranks)
+
+    @property
     def everything_bytes(self) -> int:
         """The same where each of them reads the checkpoint."""
         return self.checkpoint.num_bytes * self.node_ranks
 
     def seconds(self, storage: str) -> float:
         """Of a node: storage or the copy to devices, each by its own link, whichever takes longer."""
-        reading = statistics.mean(rank.seconds_at[storage] for rank in self.ranks) * self.node_ranks
-        return max(reading, self.device_seconds)
+        of_each = statistics.mean(rank.seconds_at[storage] for rank in self.ranks) * self.node_ranks
+        return max(of_each * self.storage_bytes / self.node_bytes, self.device_seconds)
 
     def once_seconds(self, storage: str) -> float:
         return max(self.expected.of_node / STORAGE[storage], self.device_seconds)
@@ -208,7 +216,9 @@ def expected(model: PublicModel, layout: Layout, node_ranks: int) -> Expected:
     return Expected(of_rank, of_node, unused, replicated, cut_columns)
 
 
-def plan_rank(folder: Path, layout: Layout, number: int) -> Planned:
+def plan_rank(folder: Path, layout: Layout, number: int, node_ranks: int) -> Planned:
+    """Plans as a process of a node with that many ranks. For a process of its own, whose environment it sets."""
+    os.environ |= {"LOCAL_RANK": str(number % node_ranks), "LOCAL_WORLD_SIZE": str(node_ranks)}
     started, cpu_started = time.perf_counter(), time.process_time()
     try:
         plan = plan_model(folder, parallel=layout.rank(number))
@@ -228,6 +238,7 @@ def plan_rank(folder: Path, layout: Layout, number: int) -> Planned:
         num_forced=report.num_forced,
         read_sizes=[(size.low, size.num_reads, size.bytes) for size in plan.read_sizes],
         strategies=strategies,
+        shared_bytes=report.buffered_bytes if node_ranks > 1 else 0,
         parameter_bytes=plan.memory.host_parameters,
         seconds_at={name: plan.seconds_at(bandwidth) for name, bandwidth in STORAGE.items()},
         plan_seconds=seconds,
@@ -250,7 +261,8 @@ def rows_of(model: PublicModel, layouts: list[Layout], ranks: str, options: argp
             plans = []
             for number in numbers_of(ranks, layout.num_ranks):
                 print(f"planning {model.name} {layout.name} rank {number} ...", file=sys.stderr, flush=True)
-                plans.append(in_child(lambda layout=layout, number=number: plan_rank(folder, layout, number)))  # type: ignore[misc]
+                plan = functools.partial(plan_rank, folder, layout, number, node_ranks)
+                plans.append(in_child(plan))
             awaited = in_child(lambda layout=layout, size=node_ranks: expected(model, layout, size))  # type: ignore[misc]
             bandwidth = options.device_bandwidth * 1e9
             rows.append(Row(model.name, layout, node_ranks, checkpoint, awaited, plans, bandwidth))
@@ -268,7 +280,7 @@ def numbers_of(ranks: str, num_ranks: int) -> list[int]:
 
 _HEADINGS = (
     *("model", "layout", "ranks", "needed", "read", "over-read", "reads", "mean", "plan", "CPU", "peak"),
-    *("node reads", "once", "everything", *STORAGE, "device"),
+    *("node reads", "from storage", "once", "everything", *STORAGE, "device"),
 )
 
 
@@ -281,10 +293,11 @@ def summary(rows: list[Row], seconds: float, device_bandwidth: float) -> str:
         f"{disk / MiB:.0f} MiB of disk, which are free again\n"
         "needed, read, reads: of the planned rank that reads most; plan, CPU, peak: seconds and memory of planning, "
         "the most of a rank; GB = 10^9 bytes\n"
-        "node reads: its ranks, each for itself; once: what they need, each byte once; everything: by each rank the "
-        "whole checkpoint, which storage gives once where it fits into the page cache\n"
-        "seconds: node reads / once / everything, of storage that the ranks of a node share, a read costing as much as "
-        f"32 KiB more, or of the copy to each device at {device_bandwidth:g} GB/s where that is longer"
+        "node reads: its ranks in all; from storage: what several of them read once, as they load at once; once: what "
+        "they need, each byte once; everything: by each rank the whole checkpoint, which storage gives once where it "
+        "fits into the page cache\n"
+        "seconds: from storage / once / everything, of storage that the ranks of a node share, a read costing as much "
+        f"as 32 KiB more, or of the copy to each device at {device_bandwidth:g} GB/s where that is longer"
     )
 
 
@@ -315,6 +328,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{max(rank.plan_cpu_seconds for rank in row.ranks):.1f} s",
         f"{max(rank.plan_peak_bytes for rank in row.ranks) / MiB:.0f} MiB",
         f"{row.node_bytes / 1e9:.0f} GB",
+        f"{row.storage_bytes / 1e9:.0f} GB",
         f"{row.expected.of_node / 1e9:.0f} GB",
         f"{row.everything_bytes / 1e9:.0f} GB",
         *(
@@ -351,7 +365,13 @@ def write_csv(path: str, rows: list[Row]) -> None:
                 *("model", "layout", "rank", "checkpoint_bytes", "num_tensors", "num_shards", "num_transfers"),
                 *("bytes_needed", "bytes_expected", "bytes_read", "num_reads", "parameter_bytes"),
                 *("plan_seconds", "plan_cpu_seconds", "plan_peak_bytes"),
-                *("node_ranks", "node_bytes_read", "node_bytes_once", "node_bytes_everything"),
+                *(
+                    "node_ranks",
+                    "node_bytes_read",
+                    "node_bytes_from_storage",
+                    "node_bytes_once",
+                    "node_bytes_everything",
+                ),
                 *(f"node_seconds at {name}" for name in STORAGE),
                 *(f"once_seconds at {name}" for name in STORAGE),
                 *(f"everything_seconds at {name}" for name in STORAGE),
@@ -368,7 +388,8 @@ def write_csv(path: str, rows: list[Row]) -> None:
                         *(rank.bytes_needed, round(row.expected.of_rank), rank.bytes_read, rank.num_reads),
                         rank.parameter_bytes,
                         *(f"{rank.plan_seconds:.3f}", f"{rank.plan_cpu_seconds:.3f}", rank.plan_peak_bytes),
-                        *(row.node_ranks, round(row.node_bytes), round(row.expected.of_node), row.everything_bytes),
+                        *(row.node_ranks, round(row.node_bytes), round(row.storage_bytes)),
+                        *(round(row.expected.of_node), row.everything_bytes),
                         *(f"{row.seconds(name):.2f}" for name in STORAGE),
                         *(f"{row.once_seconds(name):.2f}" for name in STORAGE),
                         *(f"{row.everything_seconds(name):.2f}" for name in STORAGE),
@@ -382,6 +403,7 @@ def to_dict(rows: list[Row]) -> list[dict[str, Any]]:
         {
             **dataclasses.asdict(row),
             "node_bytes": row.node_bytes,
+            "storage_bytes": row.storage_bytes,
             "everything_bytes": row.everything_bytes,
             "seconds": {name: row.seconds(name) for name in STORAGE},
             "once_seconds": {name: row.once_seconds(name) for name in STORAGE},

@@ -184,4 +184,5 @@ def test_one_table_says_what_ranks_and_nodes_read(tmp_path: Path, capsys: pytest
         expected, size = row["expected"], row["layout"]["tp_size"] * row["layout"]["ep_size"]
         assert expected["of_rank"] * size == whole - expected["unused"] + expected["replicated"]
         assert expected["of_rank"] <= expected["of_node"] <= row["node_bytes"] <= row["everything_bytes"]
+        assert expected["of_node"] <= row["storage_bytes"] < row["node_bytes"]
     assert tp2["expected"]["of_node"] == whole - tp2["expected"]["unused"]

@@ -14,8 +14,10 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -92,6 +94,16 @@ Ranges to_pairs(const std::vector<ByteRange>& ranges) {
   Ranges pairs;
   for (const ByteRange& range : ranges) pairs.append(py::make_tuple(range.begin, range.end));
   return pairs;
+}
+
+// Of each tensor that other processes read too: file, begin, end.
+using SharedTensors = std::optional<std::vector<std::tuple<int32_t, int64_t, int64_t>>>;
+
+std::optional<SharedReads> to_shared(const SharedTensors& tensors) {
+  if (!tensors) return std::nullopt;
+  SharedReads shared;
+  for (const auto& [file, begin, end] : *tensors) shared.tensors.push_back({file, {begin, end}});
+  return shared;
 }
 
 const char* name_of(FaultKind kind) {
@@ -378,14 +390,15 @@ PYBIND11_MODULE(_C, m) {
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "submit",
-          [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent) {
+          [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent, const SharedTensors& shared) {
             const auto order =
                 urgent ? Pipeline::Order::kUrgent : (barrier ? Pipeline::Order::kBarrier : Pipeline::Order::kAppend);
             py::gil_scoped_release release;
-            return pipeline.submit(std::move(batch.transfers), order);
+            return pipeline.submit(std::move(batch.transfers), order, to_shared(shared));
           },
-          "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false,
-          "Starts a batch, which is empty afterwards; returns the segment's id.")
+          "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false, "shared"_a = py::none(),
+          "Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read "
+          "along: tensors that they read too, if all of their bytes are needed here: (file, begin, end).")
       .def(
           "wait",
           [](Pipeline& pipeline, int64_t segment, double seconds) {
@@ -435,17 +448,17 @@ PYBIND11_MODULE(_C, m) {
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "plan",
-          [](ReadPlanner& planner, const Batch& batch, const std::unordered_set<int64_t>& ids)
-              -> py::typing::Tuple<py::typing::Optional<FaultTuple>, PlannedReadsById> {
+          [](ReadPlanner& planner, const Batch& batch, const std::unordered_set<int64_t>& ids,
+             const SharedTensors& shared) -> py::typing::Tuple<py::typing::Optional<FaultTuple>, PlannedReadsById> {
             Plan plan;
             Fault fault;
             {
               py::gil_scoped_release release;
-              fault = planner.plan(batch.transfers, &plan);
+              fault = planner.plan(batch.transfers, to_shared(shared), &plan);
             }
             return py::make_tuple(to_tuple(fault), reads_by_id(plan, ids));
           },
-          "batch"_a, "ids"_a,
+          "batch"_a, "ids"_a, "shared"_a = py::none(),
           "None, or the fault as of a Pipeline; and the reads that bring these transfers: (file, offset, length, "
           "whether it is direct, whether it is in place).")
       .def("stats", &planned_stats_of,

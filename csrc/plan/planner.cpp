@@ -147,6 +147,7 @@ class FilePlanner {
   FilePlanner(Plan& plan, const PlanOptions& options, Destinations& destinations, int32_t file, std::vector<Span> spans)
       : plan_(plan), options_(options), destinations_(destinations), file_(file), spans_(std::move(spans)) {
     std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return LaterSpan()(b, a); });
+    if (options_.shared) find_shared();
   }
 
   void run() {
@@ -169,6 +170,39 @@ class FilePlanner {
   }
 
  private:
+  void find_shared() {
+    std::vector<ByteRange> tensors;
+    for (const auto& [file, bytes] : options_.shared->tensors) {
+      if (file == file_) tensors.push_back(bytes);
+    }
+    std::ranges::sort(tensors, {}, &ByteRange::begin);
+    std::vector<ByteRange> needed;
+    for (const Span& span : spans_) {
+      const Transfer& transfer = transfer_of(span);
+      if (has_rows_apart(transfer, options_.merge_gap_bytes)) continue;
+      const ByteRange bytes{span.begin, span.end};
+      needed.push_back(bytes);
+      // One that reaches beyond a tensor brings the small neighbours of a value.
+      const auto tensor = std::ranges::lower_bound(tensors, bytes.begin, {}, &ByteRange::begin);
+      const bool holds_tensor = tensor != tensors.end() && tensor->end <= bytes.end;
+      if (holds_tensor || occupied_bytes(transfer, span.first, span.last) < bytes.size()) shared_.push_back(bytes);
+    }
+    needed = unite(std::move(needed));
+    for (const ByteRange& tensor : tensors) {  // those that several transfers take apart
+      const auto behind = first_ending_behind(needed, tensor.begin);
+      if (behind != needed.end() && behind->begin <= tensor.begin && tensor.end <= behind->end)
+        shared_.push_back(tensor);
+    }
+    shared_ = unite(std::move(shared_));
+  }
+
+  // REQUIRES: sorted, disjoint ranges.
+  static std::vector<ByteRange>::const_iterator first_ending_behind(const std::vector<ByteRange>& ranges,
+                                                                    int64_t offset) {
+    return std::upper_bound(ranges.begin(), ranges.end(), offset,
+                            [](int64_t at, const ByteRange& range) { return at < range.end; });
+  }
+
   const Span* peek() const {
     const Span* next = next_ < spans_.size() ? &spans_[next_] : nullptr;
     if (!rest_.empty() && (!next || !LaterSpan()(rest_.top(), *next))) next = &rest_.top();
@@ -189,6 +223,12 @@ class FilePlanner {
   const Transfer& transfer_of(const Span& span) const { return plan_.transfers[static_cast<size_t>(span.transfer)]; }
 
   ReadMode mode_at(int64_t offset) {
+    const ReadMode mode = window_mode_at(offset);
+    const auto shared = first_ending_behind(shared_, offset);
+    return mode.direct && shared != shared_.end() && shared->begin <= offset ? ReadMode{} : mode;
+  }
+
+  ReadMode window_mode_at(int64_t offset) {
     const int64_t window = offset / kModeWindow;
     const auto it = modes_.find(window);
     if (it != modes_.end()) return it->second;
@@ -198,10 +238,15 @@ class FilePlanner {
 
   // The first byte from which on the file is read in another way, or `limit`.
   int64_t mode_end(int64_t begin, int64_t limit, const ReadMode& mode) {
-    for (int64_t edge = align_down(begin, kModeWindow) + kModeWindow; edge < limit; edge += kModeWindow) {
+    for (int64_t edge = begin;;) {
+      const int64_t window_end = align_down(edge, kModeWindow) + kModeWindow;
+      const auto shared = first_ending_behind(shared_, edge);
+      const int64_t shared_edge =
+          shared == shared_.end() ? window_end : (shared->begin > edge ? shared->begin : shared->end);
+      edge = std::min(window_end, shared_edge);
+      if (edge >= limit) return limit;
       if (mode_at(edge) != mode) return edge;
     }
-    return limit;
   }
 
   // Lists the steps of large destinations that these bytes are about to fill; once each, in the order of need. Returns
@@ -415,8 +460,9 @@ class FilePlanner {
   std::vector<Span> spans_;  // sorted
   size_t next_ = 0;          // first not taken
   std::priority_queue<Span, std::vector<Span>, LaterSpan> rest_;
-  std::map<int64_t, ReadMode> modes_;
-  std::optional<Chunk> chunk_;  // the open one
+  std::map<int64_t, ReadMode> modes_;  // of windows
+  std::vector<ByteRange> shared_;      // what other processes read too: sorted, disjoint
+  std::optional<Chunk> chunk_;         // the open one
 };
 
 }  // namespace

@@ -8,6 +8,9 @@
 // between its pieces and the whole span, dimension by dimension from the inside. Direct reads are widened to the file's
 // alignment.
 //
+// Where other processes of the machine load from the same files, what they read too is not read past the page cache, so
+// that storage gives it once: see SharedReads.
+//
 // The source of an op is cut at its granules: all bytes of a granule arrive in one chunk, which grows beyond
 // `chunk_bytes` where a single granule is larger.
 #pragma once
@@ -15,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -32,12 +36,24 @@ struct ReadMode {
   bool operator==(const ReadMode&) const = default;
 };
 
+// What other processes of this machine, which load from the same files at the same time, read as well, beside what can
+// be seen from the transfers: that others need the bytes that are read along between the pieces of one.
+struct SharedReads {
+  struct Tensor {
+    int32_t file;
+    ByteRange bytes;
+  };
+  std::vector<Tensor> tensors;  // that others read too, if all of their bytes are needed here
+};
+
 struct PlanOptions {
   int64_t chunk_bytes = 0;      // most bytes of one read, and of one chunk but for large granules; a multiple of every
                                 // alignment and of 4096
   int64_t merge_gap_bytes = 0;  // see above
   // The way to read [begin, end) of a file; asked for windows of kModeWindow bytes.
   std::function<ReadMode(int32_t file, ByteRange window)> mode_of;
+  // Unset: no other process reads along.
+  std::optional<SharedReads> shared;
   // Whether this memory, of one or of several neighbouring destinations, shall be prepared: it is untouched, and may be
   // given huge pages. Direct reads go in place only into prepared memory. Without: none is.
   std::function<bool(ByteRange)> can_prepare;

@@ -84,6 +84,10 @@ Fault SourceFile::prepare_to_leave(int fd) {
   return {};
 }
 
+void SourceFile::stop_read_ahead() const {
+  if (direct_) ::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
+}
+
 Fault SourceFile::check_unchanged() const {
   ask_server(buffered_.get(), "");
   return compare(buffered_.get());

@@ -62,6 +62,10 @@ class SourceFile {
   // Bytes that the open file has by now, or -errno. REQUIRES: open.
   int64_t current_size() const;
 
+  // Where the file is read past the page cache too: has nothing brought into it beyond what is asked for. REQUIRES:
+  // open.
+  void stop_read_ahead() const;
+
   int buffered_fd() const { return buffered_.get(); }
   int direct_fd() const { return direct_.get(); }
   int buffered_flags() const { return buffered_flags_; }  // RWF_* of reads through buffered_fd()

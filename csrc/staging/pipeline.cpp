@@ -105,7 +105,7 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mu
   return opening->fault;
 }
 
-int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
+int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order, std::optional<SharedReads> shared) {
   auto segment = std::make_unique<Segment>();
   segment->order = order;
   segment->files = files_of(transfers);
@@ -134,8 +134,8 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order) {
   // Planning takes a while and needs no lock: files stay open while they have users.
   const FilePlanOptions plan_options{options_.strategy, options_.chunk_bytes, options_.merge_gap_bytes,
                                      options_.advise_hugepages, options_.page_cache};
-  segment->plan =
-      plan_files(std::move(transfers), plan_options, [this](int32_t file) -> SourceFile& { return source_file(file); });
+  segment->plan = plan_files(std::move(transfers), std::move(shared), plan_options,
+                             [this](int32_t file) -> SourceFile& { return source_file(file); });
   segment->chunks_left = static_cast<int64_t>(segment->plan.chunks.size());
   // Once they have come late, they are expected to.
   if (!huge_pages_come_late_) huge_pages_come_late_ = !huge_pages_come_sooner(segment->plan.advised);

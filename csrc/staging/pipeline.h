@@ -90,10 +90,10 @@ class Pipeline {
     kBarrier,  // starts when everything submitted before has landed
     kUrgent,   // ahead of everything that has not started
   };
-  // Plans the transfers and starts reading. Returns the segment's id (ids ascend). A file that can't be opened makes
-  // the segment fail, which wait() tells. Throws std::system_error when threads can't be started; nothing is submitted
-  // then.
-  int64_t submit(std::vector<Transfer> transfers, Order order);
+  // Plans the transfers (`shared` as in PlanOptions) and starts reading. Returns the segment's id (ids ascend). A file
+  // that can't be opened makes the segment fail, which wait() tells. Throws std::system_error when threads can't be
+  // started; nothing is submitted then.
+  int64_t submit(std::vector<Transfer> transfers, Order order, std::optional<SharedReads> shared = {});
 
   // Waits until the segment has landed or failed, at most `timeout`. True: it is over; then fault() tells how.
   bool wait(int64_t segment, std::chrono::milliseconds timeout);

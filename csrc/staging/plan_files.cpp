@@ -16,11 +16,15 @@ Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache pa
   return {};
 }
 
-Plan plan_files(std::vector<Transfer> transfers, const FilePlanOptions& options,
+Plan plan_files(std::vector<Transfer> transfers, std::optional<SharedReads> shared, const FilePlanOptions& options,
                 const std::function<SourceFile&(int32_t)>& file_at) {
   PlanOptions plan_options;
   plan_options.chunk_bytes = options.chunk_bytes;
   plan_options.merge_gap_bytes = options.merge_gap_bytes;
+  // What the kernel reads ahead of shared bytes may be bytes that only one process wants, and reads past the page
+  // cache.
+  for (int32_t file : shared ? files_of(transfers) : std::vector<int32_t>{}) file_at(file).stop_read_ahead();
+  plan_options.shared = std::move(shared);
   plan_options.mode_of = [&](int32_t file, ByteRange window) {
     return file_at(file).mode_of(options.strategy, window);
   };
@@ -49,14 +53,14 @@ int32_t ReadPlanner::add_file(std::string path, const FileIdentity& identity) {
   return index;
 }
 
-Fault ReadPlanner::plan(std::vector<Transfer> transfers, Plan* plan) {
+Fault ReadPlanner::plan(std::vector<Transfer> transfers, std::optional<SharedReads> shared, Plan* plan) {
   const std::vector<int32_t> files = files_of(transfers);
   const auto file_at = [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; };
   Fault fault = open_files(files, options_.strategy, options_.page_cache, file_at);
   if (fault) {
     name_transfer(fault, transfers);
   } else {
-    *plan = plan_files(std::move(transfers), options_, file_at);
+    *plan = plan_files(std::move(transfers), std::move(shared), options_, file_at);
     count(*plan);
   }
   for (int32_t file : files) file_at(file).close();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,7 +32,7 @@ Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache pa
                  const std::function<SourceFile&(int32_t)>& file_at);
 
 // Plans. REQUIRES: the files that the transfers read from are open.
-Plan plan_files(std::vector<Transfer> transfers, const FilePlanOptions& options,
+Plan plan_files(std::vector<Transfer> transfers, std::optional<SharedReads> shared, const FilePlanOptions& options,
                 const std::function<SourceFile&(int32_t)>& file_at);
 
 // A fault of a whole file names the first of the transfers that read from it.
@@ -66,7 +67,7 @@ class ReadPlanner {
   // Returns the file's index.
   int32_t add_file(std::string path, const FileIdentity& identity);
   // Adds to the stats, unless there is a fault.
-  Fault plan(std::vector<Transfer> transfers, Plan* plan);
+  Fault plan(std::vector<Transfer> transfers, std::optional<SharedReads> shared, Plan* plan);
   const ReadStats& stats() const { return stats_; }
   // The file's probe of direct I/O, once it was planned.
   const DirectIo& direct_io(int32_t file) const { return files_.at(static_cast<size_t>(file))->direct_io(); }

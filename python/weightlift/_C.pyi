@@ -136,9 +136,9 @@ class Pipeline:
         """
         Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
         """
-    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
+    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None) -> int:
         """
-        Starts a batch, which is empty afterwards; returns the segment's id.
+        Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read along: tensors that they read too, if all of their bytes are needed here: (file, begin, end).
         """
     def take_landed(self) -> list[int]:
         ...
@@ -157,7 +157,7 @@ class ReadPlanner:
         ...
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
-    def plan(self, batch: Batch, ids: collections.abc.Set[typing.SupportsInt | typing.SupportsIndex]) -> tuple[tuple[str, int, int, int, int, str] | None, dict[int, list[tuple[int, int, int, bool, bool]]]]:
+    def plan(self, batch: Batch, ids: collections.abc.Set[typing.SupportsInt | typing.SupportsIndex], shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None) -> tuple[tuple[str, int, int, int, int, str] | None, dict[int, list[tuple[int, int, int, bool, bool]]]]:
         """
         None, or the fault as of a Pipeline; and the reads that bring these transfers: (file, offset, length, whether it is direct, whether it is in place).
         """

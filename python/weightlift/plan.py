@@ -23,7 +23,6 @@ from .config import LoadConfig, MiB, ResolvedConfig
 from .entries import CheckpointFiles
 from .errors import listed, printable
 from .loading import Checkpoint, config_for_recording, open_checkpoint, open_files
-from .prefetch import ReadAhead
 from .program import Program
 from .regions import is_nested
 from .report import LoadReport, folded_lines, format_bytes, skipped_lines
@@ -412,7 +411,7 @@ class PlanningProgram(Program):
             assert self._read_ahead is not None
             self._planner = make_planner(self.config, self.settings, self.files.shards, self._read_ahead.reader)
         wanted = self._explained.keys() & set(batch.ids()) if self._explained else set()
-        fault, reads = self._planner.plan(batch, wanted)
+        fault, reads = self._planner.plan(batch, wanted, self._shared_tensors(batch))
         if fault is not None:
             raise self._end(failure(fault, self.files.shards, self._sources, self.config, []))
         for id, found in reads.items():
@@ -436,10 +435,7 @@ class PlanningProgram(Program):
         """Nothing: what is planned is never over, so that one who looks at it later finds it pending."""
 
     def _before_reading(self, shards: Iterable[Shard]) -> None:
-        if self._read_ahead is None:
-            wanted = {id(entry.shard) for entry in self.files.tensors.values()}
-            shards = [shard for shard in self.files.shards if id(shard) in wanted]
-            self._read_ahead = ReadAhead(self.config, shards, only_decide=True)
+        self._decide(only_decide=True)
 
     def abort(self) -> str | None:
         self._planned.clear()
@@ -460,7 +456,7 @@ class PlanningProgram(Program):
         report.num_dropped = self._num_dropped + self._ledger.num_dropped
         report.num_forced = len(self._forced)
         if self._read_ahead is not None:
-            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
+            report.strategy_notes += self._notes()
         if self._planner is None:
             return
         stats = self._planner.stats()

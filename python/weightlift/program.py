@@ -25,6 +25,7 @@ from .prefetch import ReadAhead
 from .regions import addressable, is_nested, region_of, span_of, whole_storage
 from .report import FileReport, LoadReport
 from .settings import CHUNK_UNIT, Settings, settle
+from .sharing import SharedTensors, reads_along
 from .storage import failure, file_report, make_pipeline, max_open_files
 from .tensor import CheckpointTensor, Source, contiguous_strides, empty, storage_of
 from .turns import Turn
@@ -136,6 +137,8 @@ class Program:
         self._hold_until = 0.0
         self._read_ahead: ReadAhead | None = None  # from the first read on
         self._settings: Settings | None = None  # the same
+        self._shared: SharedTensors | None = None  # where other processes read along
+        self._num_noted = 0  # of _sources, in _shared
         self._small = SmallValues()
         self._names: list[tuple[int, int, str]] = []
         self._forced: set[str] = set()
@@ -517,10 +520,29 @@ class Program:
 
     def _before_reading(self, shards: Iterable[Shard]) -> None:
         """What the strategy does before tensors of these are read."""
+        self._decide().before(shards)
+
+    def _decide(self, *, only_decide: bool = False) -> ReadAhead:
+        """What the strategy comes to, from here on; `only_decide`: nothing is read yet."""
         if self._read_ahead is None:
             wanted = {id(entry.shard) for entry in self.files.tensors.values()}
-            self._read_ahead = ReadAhead(self.config, [shard for shard in self.files.shards if id(shard) in wanted])
-        self._read_ahead.before(shards)
+            shards = [shard for shard in self.files.shards if id(shard) in wanted]
+            self._read_ahead = ReadAhead(self.config, shards, only_decide=only_decide)
+            if reads_along(self.config, self._read_ahead.reader):
+                self._shared = SharedTensors(self.files)
+        return self._read_ahead
+
+    def _shared_tensors(self, batch: _C.Batch) -> list[tuple[int, int, int]] | None:
+        """What the core is to know about those of a batch: file, begin and end."""
+        if self._shared is None:
+            return None
+        self._shared.note_recorded(self._sources[self._num_noted :])
+        self._num_noted = len(self._sources)
+        entries = {id(entry): entry for entry in (self._sources[id_] for id_ in batch.ids())}.values()
+        return [
+            (self._file_of[id(entry.shard)], entry.offset, entry.offset + entry.nbytes)
+            for entry in self._shared.among(entries)
+        ]
 
     def _start_segment(self, *, in_parts: bool = False) -> None:
         self._check_destinations()
@@ -554,7 +576,8 @@ class Program:
             if self._pipeline is None:
                 assert self._read_ahead is not None
                 self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
-            segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent)
+            shared = self._shared_tensors(batch)
+            segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent, shared=shared)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
             raise
@@ -727,6 +750,12 @@ class Program:
         """Names of the checkpoint's tensors that were copied from or looked at."""
         return self._used.union(entry.name for entry in self._sources)
 
+    def _notes(self) -> list[str]:
+        """What was decided before reading, and why."""
+        assert self._read_ahead is not None
+        shared = [self._shared.note] if self._shared is not None else []
+        return [*self._read_ahead.notes, *self.settings.notes, *shared]
+
     def fill_report(self, report: LoadReport) -> None:
         """Adds what the program did."""
         files: dict[str, FileReport] = {}
@@ -736,7 +765,7 @@ class Program:
         report.num_forced = len(self._forced)
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
-            report.strategy_notes += [*self._read_ahead.notes, *self.settings.notes]
+            report.strategy_notes += self._notes()
         report.num_whole_tensor_ops = self._num_whole_ops
         report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:

@@ -116,6 +116,9 @@ def read_shard(path: str | os.PathLike[str]) -> Shard:
         tensors=(),
     )
     try:
+        # Reading ahead brings in tensors that are read past the page cache, and leaves marks on pages, upon which reads
+        # by other descriptors read ahead too.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         _fill(shard, lambda offset, length: read_at(fd, path, offset, length))
     finally:
         os.close(fd)

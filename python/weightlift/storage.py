@@ -14,6 +14,7 @@ from . import _C
 from .config import ResolvedConfig
 from .errors import CheckpointError, CheckpointReadError, listed
 from .report import FileReport
+from .settings import local_rank
 
 if TYPE_CHECKING:
     from .entries import Shard, TensorEntry
@@ -65,11 +66,11 @@ def max_open_files() -> int:
 
 def file_report(shard: Shard, file: Mapping[str, object], stats: Mapping[str, object]) -> FileReport:
     """What was read of a file, which way, and why."""
-    direct, buffered, cached = file["direct_bytes"], file["buffered_bytes"], file["cached_bytes"]
+    direct, buffered = int(file["direct_bytes"]), int(file["buffered_bytes"])  # type: ignore[call-overload]
     # Without a buffered reader, what is called buffered is what direct reads left over, at the ends of files.
     if direct and buffered and stats["buffered_reader"]:
         strategy, reader = "mixed", f"{stats['direct_reader']} + {stats['buffered_reader']}"
-        reason = "partly in the page cache"
+        reason = _why_buffered(file, direct + buffered)
     elif direct:
         strategy = "direct" if file["direct_proven"] else "direct (unproven)"
         reader = str(stats["direct_reader"])
@@ -77,16 +78,26 @@ def file_report(shard: Shard, file: Mapping[str, object], stats: Mapping[str, ob
     else:
         strategy, reader = "buffered", str(stats["buffered_reader"])
         whys = [] if file["direct_usable"] else [str(file["direct_reason"]) or "as configured"]
-        if cached or not whys:
-            whys.append("in the page cache" if cached == buffered else "partly in the page cache")
+        if file["cached_bytes"] or not whys:
+            whys.append(_why_buffered(file, buffered))
         reason = "; ".join(whys)
     return FileReport(
         path=shard.path,
-        bytes_read=int(direct) + int(buffered),  # type: ignore[call-overload]
+        bytes_read=direct + buffered,
         reader=reader,
         strategy=strategy,
         reason=reason,
     )
+
+
+def _why_buffered(file: Mapping[str, object], total: int) -> str:
+    """Why a file that could be read past the page cache was read through it; `total` bytes either way."""
+    cached, buffered = int(file["cached_bytes"]), int(file["buffered_bytes"])  # type: ignore[call-overload]
+    is_shared = cached < buffered and local_rank()[1] > 1
+    whys = ["read by other processes too"] if is_shared else []
+    if cached or not is_shared:
+        whys.insert(0, "in the page cache" if cached == total else "partly in the page cache")
+    return "; ".join(whys)
 
 
 def failure(

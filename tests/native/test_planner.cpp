@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -83,6 +84,7 @@ struct Setting {
   int64_t merge_gap_bytes = 0;
   std::function<ReadMode(int32_t file, int64_t window)> mode;
   std::function<bool(ByteRange)> can_prepare;
+  std::optional<SharedReads> shared;
 
   PlanOptions options() const {
     PlanOptions options;
@@ -94,6 +96,7 @@ struct Setting {
       return mode(file, window.begin / kModeWindow);
     };
     options.can_prepare = can_prepare;
+    options.shared = shared;
     return options;
   }
 };
@@ -160,12 +163,14 @@ void check_structure(const Plan& plan, const Setting& setting) {
       expect(read.needed_end <= file_end[file], "nothing behind the last transfer is needed");
       expect((read.destination != nullptr) == in_place, "a destination means in place");
       expect(read.length <= setting.chunk_bytes, "a read is no larger than a chunk");
-      const ReadMode mode = setting.mode(file, read.offset / kModeWindow);
+      const ReadMode window = setting.mode(file, read.offset / kModeWindow);
+      const ReadMode mode = setting.shared && !chunk.direct ? ReadMode{} : window;
       if (one_granule && chunk.direct != mode.direct) continue;  // read the way its beginning is
       expect(chunk.direct == mode.direct, "a chunk is read as its windows are");
       // An element that straddles a border of windows may be read the way its beginning is.
       const int64_t last = std::max(read.offset, read.needed_end - 16) / kModeWindow;
-      expect(setting.mode(file, last) == mode || one_granule, "a read crosses into no window of another mode");
+      expect(setting.mode(file, last) == window || one_granule || setting.shared,
+             "a read crosses into no window of another mode");
       if (mode.direct) {
         expect(read.offset % mode.offset_alignment == 0, "direct offsets are aligned");
         expect(read.length % mode.offset_alignment == 0, "direct lengths are aligned");
@@ -418,13 +423,18 @@ TEST_CASE("random plans give the bytes of naive copies") {
   for (uint64_t seed = 0; seed < 320; ++seed) {
     CAPTURE(seed);
     Random random(seed);
-    const Setting setting = random_setting(random);
+    Setting setting = random_setting(random);
     const bool large = seed % 16 == 0;
     const int64_t space = 160 * kMiB;
     const Memory planned(space);
     Generator generator(seed, planned.data());
     const std::vector<Transfer> transfers = generator.transfers(uniform(random, 1, 25), large);
     REQUIRE(generator.memory_used() < space);
+    if (seed % 3 == 0) {
+      setting.shared.emplace();
+      for (size_t i = 0; i < transfers.size(); i += 2)
+        setting.shared->tensors.push_back({transfers[i].file, source_bounds(transfers[i])});
+    }
 
     const Plan plan = plan_reads(transfers, setting.options());
     check_structure(plan, setting);
@@ -613,6 +623,40 @@ TEST_CASE("rows with narrow gaps are read whole, with wide gaps piece by piece")
   CHECK(wide.bytes_read == wide.bytes_needed);
   CHECK(wide.chunks.size() == 1);                           // small reads share a buffer
   CHECK(plan_columns(100, 8192, 1000).chunks.size() == 4);  // but not without end: 256 reads each
+}
+
+TEST_CASE("what other processes read too goes through the page cache, all else past it") {
+  const Memory memory(64 * kMiB);
+  Setting setting = always(direct_mode(512, 512));
+  setting.chunk_bytes = 4 * kMiB;
+  setting.merge_gap_bytes = 16 * kKiB;
+  constexpr int64_t kTensor = 3 * kMiB + 100;  // of tensors side by side, ends within blocks
+  const auto tensor = [&](int32_t number) { return ByteRange{number * kTensor, (number + 1) * kTensor}; };
+  const std::vector<Transfer> transfers = {
+      contiguous(0, 0, kTensor, memory.data()),                                     // whole
+      contiguous(1, kTensor + kMiB, kMiB, memory.data() + 4 * kMiB),                // a part
+      contiguous(2, 2 * kTensor, kTensor, memory.data() + 8 * kMiB),                // whole, but not others'
+      make_transfer(3, 0, ElementType::kBytes1, 3 * kTensor, ElementType::kBytes1,  // pieces of rows
+                    memory.data() + 12 * kMiB, {{768, 4096, 1024}, {1024, 1, 1}}),
+      contiguous(4, 4 * kTensor, kMiB, memory.data() + 16 * kMiB),  // whole, in two transfers
+      contiguous(5, 4 * kTensor + kMiB, kTensor - kMiB, memory.data() + 20 * kMiB),
+  };
+  const auto buffered_ranges = [&] {
+    const Plan plan = plan_reads(transfers, setting.options());
+    check_structure(plan, setting);
+    std::vector<ByteRange> ranges;
+    for (const Chunk& chunk : plan.chunks) {
+      for (int32_t i = chunk.first_read; i < chunk.first_read + chunk.num_reads; ++i) {
+        const Read& read = plan.reads[static_cast<size_t>(i)];
+        if (!chunk.direct) ranges.push_back({read.offset, read.offset + read.length});
+      }
+    }
+    return unite(ranges);
+  };
+  CHECK(buffered_ranges().empty());
+  setting.shared = SharedReads{{{0, tensor(0)}, {0, tensor(1)}, {1, tensor(2)}, {0, tensor(4)}}};
+  const ByteRange rows{3 * kTensor, 3 * kTensor + 767 * 4096 + 1024};
+  CHECK(buffered_ranges() == std::vector<ByteRange>{tensor(0), rows, tensor(4)});
 }
 
 TEST_CASE("the cost of gaps is weighed dimension by dimension, from the inside") {
