@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "transform/convert.h"
+#include "transform/cuda/copy_kernels.h"
 #include "transform/cuda/launch.h"
 #include "transform/map_bytes.h"
 #include "transform/marlin_repack.h"
@@ -106,6 +109,31 @@ std::shared_ptr<Op> requantize_at(const std::string& format, std::vector<int64_t
                                    reinterpret_cast<const float*>(scales), to.row_bytes, to));
 }
 
+void check_launched(const char* name, int status) {
+  if (status != 0) throw std::runtime_error(std::string(name) + ": " + describe_device_status(status));
+}
+
+void launch_copy(int src_type, int64_t src, const std::vector<int64_t>& src_strides, int dst_type, int64_t dst,
+                 const std::vector<int64_t>& dst_strides, const std::vector<int64_t>& sizes, int64_t stream) {
+  if (std::min(src_type, dst_type) < 0 || std::max(src_type, dst_type) >= kNumElementTypes ||
+      !can_convert(static_cast<ElementType>(src_type), static_cast<ElementType>(dst_type))) {
+    throw std::invalid_argument("no conversion between these types");
+  }
+  const auto from = static_cast<ElementType>(src_type);
+  const auto to = static_cast<ElementType>(dst_type);
+  if (src_strides.size() != sizes.size() || dst_strides.size() != sizes.size()) {
+    throw std::invalid_argument("sizes and strides differ in length");
+  }
+  std::vector<Dim> dims;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] <= 0) throw std::invalid_argument("an empty copy is no transfer");
+    dims.push_back({sizes[i], src_strides[i] * element_bytes(from), dst_strides[i] * element_bytes(to)});
+  }
+  const Transfer transfer = make_transfer(0, 0, from, 0, to, reinterpret_cast<std::byte*>(dst), std::move(dims));
+  const DeviceCopy copy{&transfer, 0, transfer.num_elements(), reinterpret_cast<const std::byte*>(src), 0};
+  check_launched("copy", launch_copies({&copy, 1}, reinterpret_cast<DeviceStream>(stream)));
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
@@ -135,7 +163,7 @@ void bind_ops(py::module_& m) {
               status = op.launch(reinterpret_cast<const std::byte*>(address), row_stride, 0, op.source().num_rows,
                                  reinterpret_cast<DeviceStream>(stream));
             }
-            if (status != 0) throw std::runtime_error(std::string(op.name()) + ": " + describe_device_status(status));
+            check_launched(op.name(), status);
           },
           "address"_a, "row_stride"_a, "stream"_a,
           "Queues all of it on a cudaStream_t of the current device, over rows in its memory.")
@@ -143,6 +171,9 @@ void bind_ops(py::module_& m) {
           "hold", [](const Op&, const py::object&) {}, py::keep_alive<1, 2>(), "kept"_a,
           "Keeps a tensor that the op refers to alive, for as long as this object is.");
 
+  m.def("launch_copy", &launch_copy, py::kw_only(), "src_type"_a, "src"_a, "src_strides"_a, "dst_type"_a, "dst"_a,
+        "dst_strides"_a, "sizes"_a, "stream"_a, py::call_guard<py::gil_scoped_release>(),
+        "Queues a strided copy in the memory of the current device, as loads into it do. Strides in elements.");
   // Outputs are (address, number of rows, bytes of a row, bytes from one row to the next).
   m.def("marlin_repack", &marlin_repack, py::kw_only(), "layout"_a, "num_bits"_a, "is_a_8bit"_a, "size_k"_a, "size_n"_a,
         "padded_k"_a, "padded_n"_a, "perm"_a, "device_perm"_a, "output"_a,
