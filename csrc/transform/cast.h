@@ -49,8 +49,10 @@
 
 #ifdef __CUDACC__
 #define WEIGHTLIFT_HOST_DEVICE __host__ __device__
+#define WEIGHTLIFT_UNROLL _Pragma("unroll")
 #else
 #define WEIGHTLIFT_HOST_DEVICE
+#define WEIGHTLIFT_UNROLL
 #endif
 
 namespace weightlift {
@@ -70,6 +72,24 @@ WEIGHTLIFT_HOST_DEVICE inline uint32_t bits_from_float(float value) {
 }
 
 }  // namespace internal
+
+// By instructions where it is a number: those of a GPU know one NaN only.
+WEIGHTLIFT_HOST_DEVICE inline uint64_t float32_to_float64(uint32_t bits) {
+  const uint64_t nan =
+      static_cast<uint64_t>(bits >> 31) << 63 | 0x7ff8000000000000 | static_cast<uint64_t>(bits & 0x7fffff) << 29;
+  const double value = internal::float_from_bits(bits);
+  uint64_t number;
+  memcpy(&number, &value, sizeof(number));
+  return (bits & 0x7fffffff) > 0x7f800000 ? nan : number;
+}
+
+WEIGHTLIFT_HOST_DEVICE inline uint32_t float64_to_float32(uint64_t bits) {
+  const auto nan = static_cast<uint32_t>(bits >> 63 << 31 | 0x7fc00000 | (bits >> 29 & 0x7fffff));
+  double value;
+  memcpy(&value, &bits, sizeof(value));
+  const uint32_t number = internal::bits_from_float(static_cast<float>(value));
+  return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000 ? nan : number;
+}
 
 WEIGHTLIFT_HOST_DEVICE inline uint32_t bfloat16_to_float32(uint16_t bits) { return static_cast<uint32_t>(bits) << 16; }
 

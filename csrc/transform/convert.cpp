@@ -117,12 +117,6 @@ bool is_integer(ElementType type) { return ElementType::kUInt8 <= type && type <
 // Integers, or false and true, which are 0 and 1.
 bool is_integral(ElementType type) { return is_integer(type) || type == ElementType::kBool; }
 
-// What a complex number is made of; other numbers of themselves.
-ElementType part_of(ElementType type) {
-  using enum ElementType;
-  return type == kComplex32 ? kFloat16 : type == kComplex64 ? kFloat32 : type == kComplex128 ? kFloat64 : type;
-}
-
 // Integers and bools to another type of numbers.
 template <typename To>
 RowFunction cast_integral(ElementType from) {
@@ -227,21 +221,42 @@ bool can_convert(ElementType src, ElementType dst) {
   return !is_complex(src) || is_complex(dst) || dst == ElementType::kBool;
 }
 
+ElementType part_of(ElementType type) {
+  using enum ElementType;
+  return type == kComplex32 ? kFloat16 : type == kComplex64 ? kFloat32 : type == kComplex128 ? kFloat64 : type;
+}
+
+Through through(ElementType src, ElementType dst) {
+  const ElementType from = part_of(src);
+  const ElementType to = part_of(dst);
+  if (src == dst || (from == to && from != ElementType::kFloat16)) return Through::kNothing;  // its NaN is made quiet
+  if (is_integral(from) && is_integral(to)) return Through::kInt64;
+  if (is_integral(from) && to == ElementType::kFloat64) return Through::kFloat64;
+  if (from == ElementType::kFloat64 && to == ElementType::kBool) return Through::kBool;
+  return Through::kFloat32;
+}
+
 Conversion::Conversion(ElementType src, ElementType dst)
     : src_(src), dst_(dst), src_part_bytes_(element_bytes(part_of(src))), dst_part_bytes_(element_bytes(part_of(dst))) {
   const ElementType from = part_of(src);
   const ElementType to = part_of(dst);
-  if (from == to && from != ElementType::kFloat16) return;  // parts are moved; of float16 NaN is made quiet
-  if (is_integral(from) && is_integral(to)) {
-    decode_ = cast_integral<int64_t>(from);
-    encode_ = integer_encoder(to);
-  } else if (is_integral(from) && to == ElementType::kFloat64) {
-    decode_ = cast_integral<double>(from);
-  } else if (from == ElementType::kFloat64 && to == ElementType::kBool) {
-    decode_ = kCastNumbers<double, Bool>;
-  } else {
-    decode_ = decoder(from);
-    encode_ = encoder(to);
+  switch (through(src, dst)) {
+    case Through::kNothing:
+      break;
+    case Through::kFloat32:
+      decode_ = decoder(from);
+      encode_ = encoder(to);
+      break;
+    case Through::kInt64:
+      decode_ = cast_integral<int64_t>(from);
+      encode_ = integer_encoder(to);
+      break;
+    case Through::kFloat64:
+      decode_ = cast_integral<double>(from);
+      break;
+    case Through::kBool:
+      decode_ = kCastNumbers<double, Bool>;
+      break;
   }
 }
 

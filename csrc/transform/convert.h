@@ -13,6 +13,19 @@ namespace weightlift {
 // numbers to real ones, of which torch warns. Nor what is known by its size alone.
 bool can_convert(ElementType src, ElementType dst);
 
+// By way of which values numbers of one type become those of another; of complex numbers, each part.
+enum class Through : uint8_t {
+  kNothing,  // their bits are moved
+  kFloat32,
+  kInt64,    // from integers and bools to each other
+  kFloat64,  // from integers and bools to float64, at once
+  kBool      // from float64
+};
+Through through(ElementType src, ElementType dst);  // REQUIRES: can_convert(src, dst)
+
+// What a complex number is made of; other numbers of themselves.
+ElementType part_of(ElementType type);
+
 class Conversion {
  public:
   // REQUIRES: can_convert(src, dst), src != dst.

@@ -124,6 +124,45 @@ WEIGHTLIFT_HOST_DEVICE inline uint8_t requantize_fp8(uint8_t byte, float scale, 
   return float32_to_fp8<kFormat>(internal::bits_from_float(product * new_scale_inverse), limit_bits, nan);
 }
 
+// For a weight of parts, each with a scale of its own, that are brought to the largest of the scales: what becomes of
+// the bytes of one part. The scales lie in memory, where a kernel reads them; nobody has looked at them before.
+struct RequantizeRule {
+  const float* scales;
+  int32_t num_scales;
+  int32_t part;
+  Fp8 format;  // kE4M3FN or kE4M3FNUZ
+  Rounding rounding;
+  uint32_t limit_bits;
+  float unset;  // a slot without a scale holds this, or less. Where the last slot does, there is one scale for all
+};
+
+// With Rounding::kExact, a scale that is negative, infinite or NaN makes NaN of its part. Where the largest is not
+// above zero, or not finite, everything becomes NaN.
+WEIGHTLIFT_HOST_DEVICE inline uint8_t requantized(const RequantizeRule& rule, uint8_t byte) {
+  if (rule.scales[rule.num_scales - 1] <= rule.unset) return byte;
+  const auto is_finite = [](float value) {
+    return (internal::bits_from_float(value) & 0x7fffffff) < internal::kInfinityBits;
+  };
+  float largest = rule.scales[0];
+  bool all_numbers = true;
+  for (int32_t i = 0; i < rule.num_scales; ++i) {
+    const float scale = rule.scales[i];
+    all_numbers = all_numbers && scale == scale;
+    largest = scale > largest ? scale : largest;
+  }
+  const float scale = rule.scales[rule.part];
+  const uint8_t nan = rule.format == Fp8::kE4M3FN ? 0x7f : 0x80;
+  if (!all_numbers || !(largest > 0) || !is_finite(largest)) return nan;
+  if (rule.rounding == Rounding::kExact) {
+    if (!(scale >= 0) || !is_finite(scale)) return nan;
+    if (scale == largest) return byte;
+  }
+  const float inverse = 1.0f / largest;
+  return rule.format == Fp8::kE4M3FN
+             ? requantize_fp8<Fp8::kE4M3FN>(byte, scale, inverse, rule.limit_bits, rule.rounding)
+             : requantize_fp8<Fp8::kE4M3FNUZ>(byte, scale, inverse, rule.limit_bits, rule.rounding);
+}
+
 // ceil(log2(value)) + 127, kept within what e8m0 has: the byte of the smallest power of two that is not below value.
 // `bits`: of a float32 >= 0. Infinity and NaN give 254.
 WEIGHTLIFT_HOST_DEVICE inline uint8_t float32_to_e8m0_up(uint32_t bits) {

@@ -1,10 +1,14 @@
 #include "transform/map_bytes.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
+#include "transform/cuda/launch.h"
+#include "transform/cuda/map_kernel.h"
 #include "transform/simd.h"
 
 #if WEIGHTLIFT_X86
@@ -131,6 +135,42 @@ ByteTable table_of(const Function& function) {
   return table;
 }
 
+// Rows in device memory, from and to their first.
+template <typename Table>
+int launch_map(const Table& table, const std::byte* src, int64_t src_row_stride, std::byte* dst, int64_t dst_row_stride,
+               int64_t rows, int64_t row_bytes, DeviceStream stream) {
+  if (src_row_stride == row_bytes && dst_row_stride == row_bytes) {
+    row_bytes *= rows;
+    src_row_stride = dst_row_stride = row_bytes;
+    rows = 1;
+  }
+  MapKernel<Table> kernel;
+  kernel.src = src;
+  kernel.dst = dst;
+  kernel.src_row_stride = src_row_stride;
+  kernel.dst_row_stride = dst_row_stride;
+  kernel.row_bytes = row_bytes;
+  kernel.tiles_of = RowTiles(rows, (row_bytes + 15) / 16);
+  kernel.src_alignment = alignment_of({address_of(src), rows == 1 ? 0 : src_row_stride});
+  kernel.dst_alignment = alignment_of({address_of(dst), rows == 1 ? 0 : dst_row_stride});
+  kernel.table = table;
+  return weightlift::launch(kernel, stream);
+}
+
+// Calls visit(part, first row, end row) for the parts that have some of rows [first_row, end_row), until it returns
+// other than 0, and returns that.
+template <typename Parts, typename EndOf, typename Visit>
+int for_each_part(const Parts& parts, const EndOf& end_of, int64_t first_row, int64_t end_row, const Visit& visit) {
+  auto part = std::ranges::upper_bound(parts, first_row, {}, end_of);
+  for (int64_t row = first_row; row < end_row; ++part) {
+    const int64_t end = std::min(end_row, std::invoke(end_of, *part));
+    if (end == row) continue;
+    if (const int status = visit(*part, row, end); status != 0) return status;
+    row = end;
+  }
+  return 0;
+}
+
 class ByteMapOp final : public Op {
  public:
   ByteMapOp(const std::vector<ByteMapPart>& parts, OpSource source, OpOutput output) : Op(source, {output}) {
@@ -141,15 +181,79 @@ class ByteMapOp final : public Op {
 
   void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
     const OpOutput& output = outputs().front();
-    auto part = std::ranges::upper_bound(parts_, first_row, {}, &Part::end_row);
-    for (int64_t row = first_row; row < first_row + num_rows; ++row, src += src_row_stride) {
-      while (part->end_row <= row) ++part;
-      part->map_row(src, output.data + row * output.row_stride, source().row_bytes, *part);
-    }
+    for_each_part(parts_, &Part::end_row, first_row, first_row + num_rows,
+                  [&](const Part& part, int64_t row, int64_t end) {
+                    for (; row < end; ++row, src += src_row_stride) {
+                      part.map_row(src, output.data + row * output.row_stride, source().row_bytes, part);
+                    }
+                    return 0;
+                  });
+  }
+
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+             DeviceStream stream) const override {
+    const OpOutput& output = outputs().front();
+    return for_each_part(parts_, &Part::end_row, first_row, first_row + num_rows,
+                         [&](const Part& part, int64_t row, int64_t end) {
+                           GivenTable table;
+                           std::ranges::copy(part.table, table.bytes);
+                           return launch_map(table, src + (row - first_row) * src_row_stride, src_row_stride,
+                                             output.data + row * output.row_stride, output.row_stride, end - row,
+                                             source().row_bytes, stream);
+                         });
   }
 
  private:
   std::vector<Part> parts_;
+};
+
+class RequantizeOp final : public Op {
+ public:
+  RequantizeOp(const Requantize& requantize, std::vector<int64_t> end_rows, const float* scales, OpSource source,
+               OpOutput output)
+      : Op(source, {output}), requantize_(requantize), end_rows_(std::move(end_rows)), scales_(scales) {}
+
+  const char* name() const override { return "requantize"; }
+
+  void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
+    const OpOutput& output = outputs().front();
+    for_each_part(end_rows_, std::identity{}, first_row, first_row + num_rows,
+                  [&](const int64_t& end_row, int64_t row, int64_t end) {
+                    const RequantizeRule rule = rule_of(end_row);
+                    const Part part =
+                        part_of({end_row, table_of([&](uint8_t byte) { return requantized(rule, byte); })});
+                    for (; row < end; ++row, src += src_row_stride) {
+                      part.map_row(src, output.data + row * output.row_stride, source().row_bytes, part);
+                    }
+                    return 0;
+                  });
+  }
+
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+             DeviceStream stream) const override {
+    const OpOutput& output = outputs().front();
+    return for_each_part(end_rows_, std::identity{}, first_row, first_row + num_rows,
+                         [&](const int64_t& end_row, int64_t row, int64_t end) {
+                           return launch_map(rule_of(end_row), src + (row - first_row) * src_row_stride, src_row_stride,
+                                             output.data + row * output.row_stride, output.row_stride, end - row,
+                                             source().row_bytes, stream);
+                         });
+  }
+
+ private:
+  RequantizeRule rule_of(const int64_t& end_row) const {
+    return {scales_,
+            static_cast<int32_t>(end_rows_.size()),
+            static_cast<int32_t>(&end_row - end_rows_.data()),
+            requantize_.format,
+            requantize_.rounding,
+            internal::bits_from_float(requantize_.limit),
+            requantize_.unset};
+  }
+
+  const Requantize requantize_;
+  const std::vector<int64_t> end_rows_;
+  const float* const scales_;
 };
 
 }  // namespace
@@ -178,6 +282,18 @@ std::unique_ptr<const Op> make_byte_map(const std::vector<ByteMapPart>& parts, i
     throw std::invalid_argument("the output has another size than the source");
   }
   return std::make_unique<ByteMapOp>(parts, OpSource{end_row, row_bytes, 1}, output);
+}
+
+std::unique_ptr<const Op> make_requantize(const Requantize& requantize, std::vector<int64_t> end_rows,
+                                          const float* scales, int64_t row_bytes, OpOutput output) {
+  if (end_rows.empty() || !std::ranges::is_sorted(end_rows) || end_rows.front() < 0) {
+    throw std::invalid_argument("the parts' rows must ascend");
+  }
+  if (end_rows.back() != output.num_rows || row_bytes != output.row_bytes) {
+    throw std::invalid_argument("the output has another size than the source");
+  }
+  const OpSource source{end_rows.back(), row_bytes, 1};
+  return std::make_unique<RequantizeOp>(requantize, std::move(end_rows), scales, source, output);
 }
 
 }  // namespace weightlift

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "transform/cuda/launch.h"
+#include "transform/cuda/marlin_kernel.h"
 #include "transform/simd.h"
 #include "util/align.h"
 
@@ -604,7 +606,64 @@ class MarlinRepackOp final : public Op {
     if (stream_tile_ != nullptr) end_streaming();
   }
 
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+             DeviceStream stream) const override {
+    if (!repack_.perm.empty() && repack_.device_perm == nullptr) return kDeviceNotSupported;
+    const bool is_last = first_row + num_rows == source().num_rows;
+    MarlinTask task{};
+    task.src = src;
+    task.src_row_stride = src_row_stride;
+    task.perm = repack_.device_perm;
+    int64_t tile_row = 0;
+    int64_t tile_column = 0;
+    if (repack_.layout == PackedLayout::kNMajor) {
+      task.size_k = repack_.size_k;
+      task.size_n = num_rows;
+      tile_column = first_row / tile_n_;
+      task.tile_rows = repack_.padded_k / tile_k_;
+      task.tile_columns = (is_last ? repack_.padded_n - first_row : num_rows) / tile_n_;
+    } else {
+      const int64_t values = repack_.layout == PackedLayout::kGptq ? values_per_word_ : 1;  // of k, in a row
+      task.size_k = num_rows * values;
+      task.size_n = repack_.size_n;
+      tile_row = first_row * values / tile_k_;
+      task.tile_rows = (is_last ? repack_.padded_k - first_row * values : num_rows * values) / tile_k_;
+      task.tile_columns = repack_.padded_n / tile_n_;
+    }
+    task.dst = place(tile_row, tile_column);
+    task.dst_row_stride = outputs().front().row_stride;
+    task.src_alignment = alignment_of({address_of(src), source().num_rows == 1 ? 0 : src_row_stride});
+    task.dst_alignment = alignment_of({address_of(task.dst), task.tile_rows == 1 ? 0 : task.dst_row_stride});
+    return repack_.num_bits == 4 ? launch_layout<4>(task, stream) : launch_layout<8>(task, stream);
+  }
+
  private:
+  template <int kBits>
+  int launch_layout(const MarlinTask& task, DeviceStream stream) const {
+    switch (repack_.layout) {
+      case PackedLayout::kGptq:
+        return task.perm != nullptr ? launch_tile<kBits, PackedLayout::kGptq, true>(task, stream)
+                                    : launch_tile<kBits, PackedLayout::kGptq, false>(task, stream);
+      case PackedLayout::kAwq:
+        return launch_tile<kBits, PackedLayout::kAwq, false>(task, stream);
+      case PackedLayout::kNMajor:
+        return launch_tile<kBits, PackedLayout::kNMajor, false>(task, stream);
+    }
+    return kDeviceNotSupported;
+  }
+
+  template <int kBits, PackedLayout kLayout, bool kGathered>
+  int launch_tile(const MarlinTask& task, DeviceStream stream) const {
+    if (repack_.is_a_8bit) {
+      MarlinKernel<kBits, true, kLayout, kGathered> kernel;
+      kernel.task = task;
+      return weightlift::launch(kernel, stream);
+    }
+    MarlinKernel<kBits, false, kLayout, kGathered> kernel;
+    kernel.task = task;
+    return weightlift::launch(kernel, stream);
+  }
+
   // The words of the largest block that is loaded at once. It takes whole cache lines from the source: 128
   // columns of AWQ are 64 bytes of 4-bit values.
   static constexpr int64_t kBlockColumns = 128;
@@ -733,9 +792,10 @@ std::unique_ptr<const Op> make_marlin_repack(MarlinRepack repack, OpOutput outpu
       (repack.layout == PackedLayout::kAwq && repack.size_k % values != 0)) {
     throw std::invalid_argument("sizes must be multiples of the values in a word");
   }
-  if (!repack.perm.empty()) {
+  const bool gathers = !repack.perm.empty() || repack.device_perm != nullptr;
+  if (gathers) {
     if (repack.layout != PackedLayout::kGptq || repack.padded_k != repack.size_k || repack.padded_n != repack.size_n ||
-        static_cast<int64_t>(repack.perm.size()) != repack.size_k) {
+        (!repack.perm.empty() && static_cast<int64_t>(repack.perm.size()) != repack.size_k)) {
       throw std::invalid_argument("perm needs the GPTQ layout, no padding, and an entry for each k");
     }
     for (const int32_t k : repack.perm) {
@@ -749,7 +809,7 @@ std::unique_ptr<const Op> make_marlin_repack(MarlinRepack repack, OpOutput outpu
   switch (repack.layout) {
     case PackedLayout::kGptq:
       source = {repack.size_k / values, 4 * repack.size_n, tile_k / values};
-      if (!repack.perm.empty()) source.granule_rows = source.num_rows;
+      if (gathers) source.granule_rows = source.num_rows;
       break;
     case PackedLayout::kAwq:
       source = {repack.size_k, 4 * repack.size_n / values, tile_k};

@@ -21,6 +21,9 @@ struct MarlinRepack {
   int64_t padded_n = 0;
   // Row k of the output is row perm[k] of the source (act-order); empty: in order. kGptq without padding only.
   std::vector<int32_t> perm;
+  // For launch(), the same in device memory, which the op refers to. There, entries outside of [0, size_k) give zeros.
+  // It may be given without `perm`: run() is not to be called then.
+  const int32_t* device_perm = nullptr;
 };
 
 // The source: rows of 32-bit words as the layout says. The output: one row per row of tiles, each the tiles' words.

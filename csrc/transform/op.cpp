@@ -10,6 +10,8 @@
 
 namespace weightlift {
 
+int Op::launch(const std::byte*, int64_t, int64_t, int64_t, DeviceStream) const { return kDeviceNotSupported; }
+
 void run_op(const Op& op, const std::byte* src, int64_t src_row_stride, int num_threads) {
   const OpSource& source = op.source();
   if (source.num_rows == 0) return;

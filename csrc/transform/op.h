@@ -13,6 +13,12 @@
 
 namespace weightlift {
 
+// A cudaStream_t; null: the default stream.
+using DeviceStream = void*;
+
+// What launching returns where there is no kernel, or no CUDA in this build: cudaErrorNotSupported.
+inline constexpr int kDeviceNotSupported = 801;
+
 // Memory that an op writes: `num_rows` rows of `row_bytes` bytes, `row_stride` bytes apart (it may be a part of a
 // larger tensor, whose other bytes are never touched). All of it has been written when all granules have been run. No
 // alignment beyond that of its elements.
@@ -51,6 +57,12 @@ class Op {
   // Carries out source rows [first_row, first_row + num_rows). `src` points at row `first_row`; it needs no alignment,
   // and no byte outside of the rows is read. `src_row_stride` >= row_bytes.
   virtual void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const = 0;
+
+  // The same with the source and the outputs in the memory of the calling thread's current device, queued on a stream
+  // of it: what is given must live until the stream has come that far. Arrays that the factory says that the op refers
+  // to lie there too. Returns a status (transform/cuda/launch.h), never throws, waits for nothing.
+  virtual int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+                     DeviceStream stream) const;
 
  protected:
   Op(OpSource source, std::vector<OpOutput> outputs) : source_(source), outputs_(std::move(outputs)) {}

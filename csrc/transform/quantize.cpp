@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "transform/cuda/launch.h"
+#include "transform/cuda/quantize_kernel.h"
 #include "transform/simd.h"
 
 #if WEIGHTLIFT_X86
@@ -275,9 +277,57 @@ RowFunctions row_functions_for(ElementType src_type, QuantizedType type, Scaling
   return row_functions<Simd::kBaseline>(src_type, type, scaling);
 }
 
-// ---- ops
+// ---- launching
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls launch.operator()<source type>().
+template <typename Launch>
+int for_source(ElementType src_type, const Launch& launch) {
+  switch (src_type) {
+    case ElementType::kFloat32:
+      return launch.template operator()<ElementType::kFloat32>();
+    case ElementType::kFloat16:
+      return launch.template operator()<ElementType::kFloat16>();
+    default:
+      return launch.template operator()<ElementType::kBFloat16>();
+  }
+}
+
+// Calls launch.operator()<source type, quantised type>().
+template <typename Launch>
+int for_types(ElementType src_type, QuantizedType type, const Launch& launch) {
+  return for_source(src_type, [&]<ElementType kSource>() {
+    switch (type) {
+      case QuantizedType::kE4M3FN:
+        return launch.template operator()<kSource, QuantizedType::kE4M3FN>();
+      case QuantizedType::kE4M3FNUZ:
+        return launch.template operator()<kSource, QuantizedType::kE4M3FNUZ>();
+      default:
+        return launch.template operator()<kSource, QuantizedType::kInt8>();
+    }
+  });
+}
+
+// Units of 16 columns that don't share a block.
+int64_t units_of(int64_t columns) { return ceil_div(columns, kUnitElements); }
+
+int launch_amax(ElementType src_type, FloatMatrix source, float* amax, DeviceStream stream) {
+  if (source.row_stride == source.columns * element_bytes(src_type)) {
+    source.columns *= source.rows;
+    source.rows = 1;
+  }
+  source.alignment = alignment_of({address_of(source.data), source.rows == 1 ? 0 : source.row_stride});
+  return for_source(src_type, [&]<ElementType kSource>() {
+    AmaxKernel<kSource> kernel;
+    kernel.source = source;
+    kernel.amax = amax;
+    kernel.tiles_of = RowTiles(source.rows, units_of(source.columns));
+    return weightlift::launch(kernel, stream);
+  });
+}
+
+// ---- ops
 
 class QuantizeOp : public Op {
  public:
@@ -301,6 +351,55 @@ class QuantizeOp : public Op {
                         factors, encoding_);
   }
 
+  // Rows from `first_row` on, and what becomes of them. Units begin at multiples of a block, and of 16 in it.
+  FloatMatrix source_of(const std::byte* src, int64_t src_row_stride, int64_t num_rows) const {
+    const int64_t block_bytes = quantize_.block_columns * item_bytes_;
+    return {src, src_row_stride, num_rows, quantize_.columns,
+            alignment_of({address_of(src), num_rows == 1 ? 0 : src_row_stride, row_blocks() == 1 ? 0 : block_bytes})};
+  }
+  Quantizing quantizing_of(int64_t first_row, int64_t num_rows, const ScaleRule& rule) const {
+    std::byte* weight = weight_.data == nullptr ? nullptr : weight_.data + first_row * weight_.row_stride;
+    return {weight,
+            weight_.row_stride,
+            rule,
+            encoding_.limit_bits,
+            quantize_.scaling,
+            encoding_.nan,
+            !quantize_.keep_nan,
+            static_cast<int8_t>(alignment_of({address_of(weight), num_rows == 1 ? 0 : weight_.row_stride,
+                                              row_blocks() == 1 ? 0 : quantize_.block_columns}))};
+  }
+
+  int64_t row_blocks() const { return ceil_div(quantize_.columns, quantize_.block_columns); }
+
+  // With scales, or largest magnitudes, in device memory.
+  int launch_with(FloatMatrix source, const Quantizing& quantizing, int64_t first_row, const float* scales,
+                  bool are_amaxes, DeviceStream stream) const {
+    Quantizing to = quantizing;
+    if (row_blocks() == 1 && quantize_.block_rows >= quantize_.rows && source.rows > 1 &&
+        source.row_stride == source.columns * item_bytes_ && to.weight_stride == source.columns) {
+      source.columns *= source.rows;
+      source.rows = 1;
+      source.alignment = alignment_of({address_of(source.data)});
+      to.weight_alignment = static_cast<int8_t>(alignment_of({address_of(to.weight)}));
+    }
+    return for_types(quantize_.src_type, quantize_.type, [&]<ElementType kSource, QuantizedType kType>() {
+      QuantizeWithKernel<kSource, kType> kernel;
+      kernel.source = source;
+      kernel.quantizing = to;
+      kernel.scales = scales;
+      kernel.are_amaxes = are_amaxes;
+      kernel.first_row = first_row;
+      kernel.block_rows = quantize_.block_rows;
+      kernel.block_columns = std::max(quantize_.block_columns, row_blocks() == 1 ? source.columns : 0);
+      kernel.row_blocks = row_blocks();
+      kernel.block_units = Divisor(row_blocks() == 1 ? 1 : units_of(quantize_.block_columns));
+      kernel.tiles_of = RowTiles(
+          source.rows, row_blocks() == 1 ? units_of(source.columns) : row_blocks() * units_of(quantize_.block_columns));
+      return weightlift::launch(kernel, stream);
+    });
+  }
+
   const Quantize quantize_;
   const OpOutput weight_;
   const int64_t item_bytes_;
@@ -310,14 +409,16 @@ class QuantizeOp : public Op {
 
 class QuantizeFound final : public QuantizeOp {
  public:
-  QuantizeFound(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales, OpOutput weight, OpOutput scales)
+  QuantizeFound(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales, OpOutput weight, OpOutput scales,
+                float* device_amaxes)
       : QuantizeOp(quantize,
                    {quantize.rows, quantize.columns * element_bytes(quantize.src_type),
                     std::min(quantize.block_rows, quantize.rows)},
                    present({weight, scales}), weight),
         scales_(scales),
         rule_(rule),
-        e8m0_scales_(e8m0_scales) {}
+        e8m0_scales_(e8m0_scales),
+        device_amaxes_(device_amaxes) {}
 
   void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
     // Whole blocks, as many as stay in a cache from the search for their largest magnitudes until they are quantised.
@@ -347,7 +448,78 @@ class QuantizeFound final : public QuantizeOp {
     }
   }
 
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+             DeviceStream stream) const override {
+    FloatMatrix source = source_of(src, src_row_stride, num_rows);
+    Quantizing quantizing = quantizing_of(first_row, num_rows, rule_);
+    const int64_t block_row = first_row / quantize_.block_rows;
+    std::byte* scales = scales_.data == nullptr ? nullptr : scales_.data + block_row * scales_.row_stride;
+    if (device_amaxes_ != nullptr) return launch_by_steps(source, quantizing, first_row, scales, stream);
+
+    int64_t row_blocks = this->row_blocks();
+    const int64_t scale_bytes = e8m0_scales_ ? 1 : 4;
+    if (quantize_.block_rows == 1 && quantize_.columns % quantize_.block_columns == 0 &&
+        src_row_stride == this->source().row_bytes &&
+        (weight_.data == nullptr || weight_.row_stride == quantize_.columns) &&
+        (scales_.data == nullptr || scales_.row_stride == row_blocks * scale_bytes)) {
+      source.columns *= num_rows;  // one row, of all blocks
+      source.rows = 1;
+      row_blocks *= num_rows;
+    }
+    const int64_t block_units = units_of(std::min(quantize_.block_columns, quantize_.columns));
+    const int64_t rows = std::min(quantize_.block_rows, source.rows);
+    if (rows * block_units >= int64_t{1} << 31) return kDeviceNotSupported;  // needs device_amaxes
+    return for_types(quantize_.src_type, quantize_.type, [&]<ElementType kSource, QuantizedType kType>() {
+      using K = QuantizeFoundKernel<kSource, kType>;
+      K kernel;
+      kernel.source = source;
+      kernel.quantizing = quantizing;
+      kernel.scales = scales;
+      kernel.scales_stride = scales_.row_stride;
+      kernel.block_rows = rows;
+      kernel.block_columns = quantize_.block_columns;
+      kernel.row_blocks = row_blocks;
+      kernel.tile_blocks = std::clamp<int64_t>(K::kHeld * kThreads / (rows * block_units), 1,
+                                               std::min<int64_t>(K::kMaxBlocks, row_blocks));
+      kernel.block_units = Divisor(block_units);
+      kernel.tile_units = Divisor(block_units * kernel.tile_blocks);
+      kernel.e8m0_scales = e8m0_scales_;
+      return weightlift::launch(kernel, stream);
+    });
+  }
+
  private:
+  // Largest magnitudes, scales, weight, one after the other, each by the whole GPU.
+  int launch_by_steps(const FloatMatrix& source, const Quantizing& quantizing, int64_t first_row, std::byte* scales,
+                      DeviceStream stream) const {
+    const int64_t first_block_row = first_row / quantize_.block_rows;
+    const int64_t block_rows = ceil_div(source.rows, quantize_.block_rows);
+    float* amaxes = device_amaxes_ + first_block_row * row_blocks();
+    int status = launch_zeros(amaxes, block_rows * row_blocks() * 4, stream);
+    for (int64_t i = 0; i < block_rows && status == 0; ++i) {
+      for (int64_t j = 0; j < row_blocks() && status == 0; ++j) {
+        FloatMatrix block = source;
+        block.data += i * quantize_.block_rows * source.row_stride + j * quantize_.block_columns * item_bytes_;
+        block.rows = std::min(quantize_.block_rows, source.rows - i * quantize_.block_rows);
+        block.columns = std::min(quantize_.block_columns, source.columns - j * quantize_.block_columns);
+        status = launch_amax(quantize_.src_type, block, amaxes + i * row_blocks() + j, stream);
+      }
+    }
+    if (status == 0 && scales != nullptr) {
+      ScalesKernel kernel;
+      kernel.amaxes = amaxes;
+      kernel.scales = scales;
+      kernel.scales_stride = scales_.row_stride;
+      kernel.row_blocks = row_blocks();
+      kernel.rule = rule_;
+      kernel.tiles_of = RowTiles(block_rows, row_blocks());
+      kernel.e8m0_scales = e8m0_scales_;
+      status = weightlift::launch(kernel, stream);
+    }
+    if (status != 0 || quantizing.weight == nullptr) return status;
+    return launch_with(source, quantizing, first_row, device_amaxes_, true, stream);
+  }
+
   // Turns the largest magnitudes of blocks of one row into factors, and stores the scales.
   void take_scales(int64_t block_row, int64_t first_block, int64_t num_blocks, float* factors) const {
     std::byte* to = scales_.data + block_row * scales_.row_stride + first_block * (e8m0_scales_ ? 1 : 4);
@@ -371,6 +543,7 @@ class QuantizeFound final : public QuantizeOp {
   const OpOutput scales_;
   const ScaleRule rule_;
   const bool e8m0_scales_;
+  float* const device_amaxes_;
 };
 
 class QuantizeWith final : public QuantizeOp {
@@ -392,10 +565,36 @@ class QuantizeWith final : public QuantizeOp {
   std::vector<float> factors_;  // by block
 };
 
+class QuantizeWithReferred final : public QuantizeOp {
+ public:
+  QuantizeWithReferred(const Quantize& quantize, const float* scales, OpOutput weight)
+      : QuantizeOp(quantize, {quantize.rows, quantize.columns * element_bytes(quantize.src_type), 1}, {weight}, weight),
+        scales_(scales) {}
+
+  void run(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows) const override {
+    std::vector<float> factors(static_cast<size_t>(row_blocks()));
+    for (int64_t row = first_row; row < first_row + num_rows; ++row, src += src_row_stride) {
+      const float* scales = scales_ + row / quantize_.block_rows * row_blocks();
+      std::transform(scales, scales + row_blocks(), factors.begin(), [this](float scale) { return factor(scale); });
+      quantize_row(src, row, 0, quantize_.columns, factors.data());
+    }
+  }
+
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t first_row, int64_t num_rows,
+             DeviceStream stream) const override {
+    return launch_with(source_of(src, src_row_stride, num_rows), quantizing_of(first_row, num_rows, {}), first_row,
+                       scales_, false, stream);
+  }
+
+ private:
+  const float* const scales_;
+};
+
 class AmaxOp final : public Op {
  public:
   AmaxOp(ElementType src_type, int64_t rows, int64_t columns, float* amax)
       : Op({rows, columns * element_bytes(src_type), 1}, {{reinterpret_cast<std::byte*>(amax), 1, 4, 4}}),
+        src_type_(src_type),
         columns_(columns),
         amax_(amax),
         amax_row_(row_functions_for(src_type, QuantizedType::kInt8, Scaling::kMultiply).amax) {}
@@ -412,7 +611,13 @@ class AmaxOp final : public Op {
     }
   }
 
+  int launch(const std::byte* src, int64_t src_row_stride, int64_t, int64_t num_rows,
+             DeviceStream stream) const override {
+    return launch_amax(src_type_, {src, src_row_stride, num_rows, columns_, 1}, amax_, stream);
+  }
+
  private:
+  const ElementType src_type_;
   const int64_t columns_;
   float* const amax_;
   const AmaxRow amax_row_;
@@ -430,7 +635,7 @@ void check(const Quantize& quantize, const OpOutput& weight) {
 }  // namespace
 
 std::unique_ptr<const Op> make_quantize(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales,
-                                        OpOutput weight, OpOutput scales) {
+                                        OpOutput weight, OpOutput scales, float* device_amaxes) {
   check(quantize, weight);
   if (weight.data == nullptr && scales.data == nullptr) throw std::invalid_argument("nothing to write");
   if (scales.data != nullptr &&
@@ -438,7 +643,7 @@ std::unique_ptr<const Op> make_quantize(const Quantize& quantize, const ScaleRul
        scales.row_bytes != ceil_div(quantize.columns, quantize.block_columns) * (e8m0_scales ? 1 : 4))) {
     throw std::invalid_argument("the scales' output has another size");
   }
-  return std::make_unique<QuantizeFound>(quantize, rule, e8m0_scales, weight, scales);
+  return std::make_unique<QuantizeFound>(quantize, rule, e8m0_scales, weight, scales, device_amaxes);
 }
 
 std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, std::vector<float> scales, OpOutput weight) {
@@ -448,6 +653,11 @@ std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, std::vect
     throw std::invalid_argument("as many scales as blocks are needed");
   }
   return std::make_unique<QuantizeWith>(quantize, std::move(scales), weight);
+}
+
+std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, const float* scales, OpOutput weight) {
+  check(quantize, weight);
+  return std::make_unique<QuantizeWithReferred>(quantize, scales, weight);
 }
 
 std::unique_ptr<const Op> make_amax(ElementType src_type, int64_t rows, int64_t columns, float* amax) {

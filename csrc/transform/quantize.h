@@ -30,12 +30,19 @@ struct Quantize {
 // Scales that are found: outputs are the weight, bytes, and the scales, one row for each row of blocks: float32, or
 // with `e8m0_scales` bytes, the exponents of powers of two. Granule: a row of blocks. Throws std::invalid_argument:
 // sizes that don't fit, another source type.
+//
+// device_amaxes: for launch(), device memory of a float32 for each block, which the op refers to and writes. With it,
+// the whole GPU works on a block; without it, one multiprocessor does, which is right for small blocks.
 std::unique_ptr<const Op> make_quantize(const Quantize& quantize, const ScaleRule& rule, bool e8m0_scales,
-                                        OpOutput weight, OpOutput scales);
+                                        OpOutput weight, OpOutput scales, float* device_amaxes = nullptr);
 
 // Scales that are given, row by row of blocks. Output: the weight. Granule: one row.
 // Throws std::invalid_argument: another number of scales than of blocks, sizes that don't fit, another source type.
 std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, std::vector<float> scales, OpOutput weight);
+
+// The same with scales that are read when the op runs, and that it refers to: they lie in the same memory as the
+// output.
+std::unique_ptr<const Op> make_quantize_with(const Quantize& quantize, const float* scales, OpOutput weight);
 
 // The largest finite magnitude of all rows, put into `*amax`, a float32 at a multiple of 4 bytes, where that is smaller
 // than it; so several ops may share one. Granule: one row.
