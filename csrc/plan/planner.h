@@ -8,6 +8,8 @@
 // between its pieces and the whole span, dimension by dimension from the inside. Direct reads are widened to the file's
 // alignment.
 //
+// Into a GPU's memory nothing is read in place: all of it goes through staging.
+//
 // The source of an op is cut at its granules: all bytes of a granule arrive in one chunk, which grows beyond
 // `chunk_bytes` where a single granule is larger.
 #pragma once
