@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from torch import Tensor
+
+from weightlift import _C
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,8 +47,16 @@ def _direct_io_refusal(folder: Path) -> str | None:
     return None
 
 
+def _gpu_refusal() -> str | None:
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU"
+    return None if _C.cuda_info()["built"] else "CUDA is not part of this build"
+
+
 @pytest.fixture(autouse=True)
 def _skip_what_this_machine_lacks(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and (reason := _gpu_refusal()):
+        pytest.skip(reason)
     if request.node.get_closest_marker("io_uring") and (reason := _io_uring_refusal()):
         pytest.skip(reason)
     if request.node.get_closest_marker("direct_io") and (
