@@ -469,15 +469,17 @@ def test_a_tensor_of_another_stage_is_explained_by_the_rule_that_skips_it(
     assert document["copies"] == []
 
 
-def test_on_a_device_parameters_lie_there_and_the_largest_is_held_on_the_host(folder: Path, capsys: Output) -> None:
+def test_on_a_device_parameters_lie_there_and_all_they_get_goes_through_staging(folder: Path, capsys: Output) -> None:
     assert main(["plan", str(folder), "--json"]) == 0
     on_host = json.loads(capsys.readouterr().out)["memory"]
     assert main(["plan", str(folder), "--json", "--device-memory", "1GiB"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert (memory["device_parameters"], memory["host_parameters"]) == (on_host["host_parameters"], 0)
-    assert memory["transient"] == on_host["largest"] > 0
+    assert memory["staging"] == memory["device_parameters"] > on_host["staging"]
+    assert memory["device_peak"] == memory["device_parameters"] + memory["device_staging"]
+    assert (on_host["device_peak"], memory["transient"]) == (0, on_host["transient"])
     assert main(["plan", str(folder), "--device-memory", "64KiB"]) == 3
-    assert "of device memory for parameters, and 64.00 KiB are available" in capsys.readouterr().err
+    assert "of device memory (128.00 KiB of parameters, " in capsys.readouterr().err
 
 
 def test_the_plan_command_refuses_what_does_not_fit(folder: Path, capsys: Output) -> None:

@@ -29,8 +29,10 @@
 #include "plan/ledger.h"
 #include "readers/make_reader.h"
 #include "readers/residency.h"
+#include "staging/device.h"
 #include "staging/pipeline.h"
 #include "staging/plan_files.h"
+#include "staging/twin_device.h"
 #include "transform/convert.h"
 #include "util/unique_fd.h"
 
@@ -71,7 +73,7 @@ Region to_region(int64_t address, int64_t item_bytes, const Ints& sizes, const I
 }
 
 Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides, int dst_type,
-                     int64_t dst, const Ints& dst_strides, const Ints& sizes) {
+                     int64_t dst, const Ints& dst_strides, const Ints& sizes, int32_t device) {
   std::vector<Dim> dims(sizes.size());
   if (src_strides.size() != dims.size() || dst_strides.size() != dims.size()) {
     throw std::invalid_argument("sizes and strides differ in length");
@@ -84,7 +86,7 @@ Transfer to_transfer(int64_t id, int32_t file, int src_type, int64_t src_offset,
     if (dims[i].size <= 0) throw std::invalid_argument("an empty copy is no transfer");
   }
   Transfer transfer = make_transfer(id, file, to_type(src_type), src_offset, to_type(dst_type),
-                                    reinterpret_cast<std::byte*>(dst), std::move(dims));
+                                    reinterpret_cast<std::byte*>(dst), std::move(dims), device);
   if (!can_convert(transfer.src_type, transfer.dst_type))
     throw std::invalid_argument("no conversion between these types");
   return transfer;
@@ -120,6 +122,8 @@ const char* name_of(FaultKind kind) {
       return "read";
     case FaultKind::kTimeout:
       return "timeout";
+    case FaultKind::kDevice:
+      return "device";
     case FaultKind::kUnavailable:
       return "unavailable";
     case FaultKind::kCancelled:
@@ -170,7 +174,8 @@ using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
 PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
                           int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
-                          int64_t merge_gap_bytes, bool advise_hugepages, double io_timeout_seconds) {
+                          int64_t merge_gap_bytes, bool advise_hugepages, double io_timeout_seconds,
+                          int64_t device_staging_bytes, bool twin_devices) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
@@ -186,7 +191,26 @@ PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_c
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
     return make_reader(reader_options, direct, fallback);
   };
+  options.devices.scratch_bytes = device_staging_bytes;
+  options.devices.make_device = [twin_devices](int32_t index) -> std::shared_ptr<Device> {
+    if (!twin_devices) return make_cuda_device(index);
+    TwinOptions twin;
+    twin.seed = static_cast<uint64_t>(index);
+    return std::make_shared<TwinDevice>(twin);
+  };
   return PipelinePtr(new Pipeline(std::move(options)));
+}
+
+// Asks Python what a DeviceCaller is asked, from inside of a call that has let go of the GIL.
+DeviceCaller to_device_caller(const py::object& caller) {
+  return {[&caller](int32_t device) {
+            const py::gil_scoped_acquire acquire;
+            return reinterpret_cast<DeviceStream>(caller.attr("stream_of")(device).cast<uintptr_t>());
+          },
+          [&caller](int32_t device, int64_t bytes) {
+            const py::gil_scoped_acquire acquire;
+            return reinterpret_cast<std::byte*>(caller.attr("allocate")(device, bytes).cast<uintptr_t>());
+          }};
 }
 
 py::typing::Optional<FaultTuple> to_tuple(const Fault& fault) {
@@ -250,7 +274,8 @@ Stats stats_of(const Pipeline& pipeline) {
                           py::arg("direct_reason") = direct_io.reason));
   }
   return py::dict(py::arg("bytes_needed") = stats.bytes_needed, py::arg("bytes_read") = stats.bytes_read,
-                  py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("num_reads") = stats.num_reads,
+                  py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("device_bytes") = stats.device_bytes,
+                  py::arg("device_scratch_bytes") = stats.device_scratch_bytes, py::arg("num_reads") = stats.num_reads,
                   py::arg("num_transfers") = stats.num_transfers, py::arg("num_whole_ops") = stats.num_whole_ops,
                   py::arg("whole_op_bytes") = stats.whole_op_bytes, py::arg("buffered_reader") = stats.readers[0],
                   py::arg("direct_reader") = stats.readers[1], py::arg("fallbacks") = stats.fallbacks,
@@ -282,7 +307,7 @@ PYBIND11_MODULE(_C, m) {
           [](Batch& batch, int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides,
              int dst_type, int64_t dst, const Ints& dst_strides, const Ints& sizes) {
             batch.transfers.push_back(
-                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes));
+                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes, kHost));
           },
           "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
           "sizes"_a, "Adds a transfer. Strides in elements, offset in bytes.")
@@ -318,26 +343,25 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "record",
           [](Ledger& ledger, int64_t id, int32_t file, int src_type, int64_t src_offset, const Ints& src_strides,
-             int dst_type, int64_t dst, const Ints& dst_strides, const Ints& sizes) -> int64_t {
+             int dst_type, int64_t dst, const Ints& dst_strides, const Ints& sizes, int32_t device) -> int64_t {
             Transfer transfer =
-                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes);
+                to_transfer(id, file, src_type, src_offset, src_strides, dst_type, dst, dst_strides, sizes, device);
             if (!source_is_nested(transfer) || !destination_is_nested(transfer)) return -1;
             ledger.add(std::move(transfer));
             return ledger.waiting_bytes();
           },
           "id"_a, "file"_a, "src_type"_a, "src_offset"_a, "src_strides"_a, "dst_type"_a, "dst"_a, "dst_strides"_a,
-          "sizes"_a,
+          "sizes"_a, "device"_a = kHost,
           "Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements "
-          "overlap "
-          "on either side. Strides in elements, offset in bytes.")
+          "overlap on either side. Strides in elements, offset in bytes. device: the index of the GPU that dst is on.")
       .def(
           "record_op",
           [](Ledger& ledger, int64_t id, int32_t file, int64_t src_offset, int64_t src_row_stride,
-             std::shared_ptr<Op> op) {
-            ledger.add(make_op_transfer(id, file, src_offset, src_row_stride, std::move(op)));
+             std::shared_ptr<Op> op, int32_t device) {
+            ledger.add(make_op_transfer(id, file, src_offset, src_row_stride, std::move(op), device));
             return ledger.waiting_bytes();
           },
-          "id"_a, "file"_a, "src_offset"_a, "src_row_stride"_a, "op"_a,
+          "id"_a, "file"_a, "src_offset"_a, "src_row_stride"_a, "op"_a, "device"_a = kHost,
           "Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.")
       .def("track_writes", &Ledger::track_writes, "Remembers writes from here on, for coverage().")
       .def(
@@ -381,7 +405,8 @@ PYBIND11_MODULE(_C, m) {
                                     py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
            "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a,
-           "io_timeout_seconds"_a)
+           "io_timeout_seconds"_a, "device_staging_bytes"_a, "twin_devices"_a = false,
+           "twin_devices: for tests; see csrc/staging/twin_device.h.")
       .def(
           "add_file",
           [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
@@ -390,15 +415,20 @@ PYBIND11_MODULE(_C, m) {
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "submit",
-          [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent, const SharedTensors& shared) {
+          [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent, const SharedTensors& shared,
+             const py::object& device_caller) {
             const auto order =
                 urgent ? Pipeline::Order::kUrgent : (barrier ? Pipeline::Order::kBarrier : Pipeline::Order::kAppend);
+            const DeviceCaller caller = to_device_caller(device_caller);
             py::gil_scoped_release release;
-            return pipeline.submit(std::move(batch.transfers), order, to_shared(shared));
+            return pipeline.submit(std::move(batch.transfers), order, caller, to_shared(shared));
           },
           "batch"_a, py::kw_only(), "barrier"_a = false, "urgent"_a = false, "shared"_a = py::none(),
+          "device_caller"_a = py::none(),
           "Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read "
-          "along: tensors that they read too, if all of their bytes are needed here: (file, begin, end).")
+          "along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). "
+          "`device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where "
+          "transfers go to GPUs.")
       .def(
           "wait",
           [](Pipeline& pipeline, int64_t segment, double seconds) {

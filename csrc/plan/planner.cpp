@@ -31,12 +31,6 @@ struct LaterSpan {
   }
 };
 
-// One run of bytes on both sides, which may be cut at any byte: what make_transfer() makes of contiguous copies.
-bool is_plain(const Transfer& transfer) {
-  return !transfer.op && transfer.src_type == ElementType::kBytes1 && transfer.dst_type == ElementType::kBytes1 &&
-         transfer.dims.size() == 1 && transfer.dims[0].src_stride == 1 && transfer.dims[0].dst_stride == 1;
-}
-
 // Bytes of the file that elements [first, last) occupy, gaps and repeats not counted.
 int64_t occupied_bytes(const Transfer& transfer, int64_t first, int64_t last) {
   int64_t repeats = 1;
@@ -113,6 +107,7 @@ class Destinations {
     std::vector<ByteRange> bounds;
     bounds.reserve(transfers.size());
     for (const Transfer& transfer : transfers) {
+      if (transfer.device != kHost) continue;
       const ByteRange extent = destination_bounds(transfer);
       // A few columns of a wide matrix are no reason to give memory to all of it.
       if (extent.size() > kMaxSparseness * destination_bytes(transfer)) continue;
@@ -128,6 +123,7 @@ class Destinations {
 
   // The one that holds all of a transfer's destination, or null.
   Destination* find(const Transfer& transfer) {
+    if (transfer.device != kHost) return nullptr;
     const ByteRange wanted = destination_bounds(transfer);
     auto it = std::upper_bound(destinations_.begin(), destinations_.end(), wanted.begin,
                                [](int64_t at, const Destination& other) { return at < other.memory.begin; });
@@ -275,7 +271,7 @@ class FilePlanner {
   }
 
   void prepare_for(const Transfer& transfer, int64_t first, int64_t last, bool direct) {
-    if (is_plain(transfer)) {
+    if (transfer.is_plain()) {
       prepare(transfer, transfer.dst + first, transfer.dst + last, direct);
     } else {
       prepare(transfer, transfer.dst, transfer.dst + destination_bounds(transfer).size(), direct);
@@ -287,7 +283,7 @@ class FilePlanner {
   std::optional<ByteRange> in_place_part(const Span& span, int64_t from, const ReadMode& mode) {
     const Transfer& transfer = transfer_of(span);
     const int64_t begin = std::max(span.begin, from);
-    if (!is_plain(transfer) || span.end - begin < kMinInPlaceBytes) return std::nullopt;
+    if (!transfer.is_plain() || transfer.device != kHost || span.end - begin < kMinInPlaceBytes) return std::nullopt;
     int64_t end = mode_end(begin, span.end, mode);
     // Bytes that another transfer needs too go through staging, where both can take them.
     const Span* next = peek();

@@ -11,6 +11,8 @@
 // Where other processes of the machine load from the same files, what they read too is not read past the page cache, so
 // that storage gives it once: see SharedReads.
 //
+// Into a GPU's memory nothing is read in place: all of it goes through staging.
+//
 // The source of an op is cut at its granules: all bytes of a granule arrive in one chunk, which grows beyond
 // `chunk_bytes` where a single granule is larger.
 #pragma once

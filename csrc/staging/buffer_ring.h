@@ -63,6 +63,7 @@ class BufferRing {
 
   std::byte* address(int buffer) const { return memory_.data() + buffer * buffer_bytes_; }
   int64_t buffer_bytes() const { return buffer_bytes_; }
+  int num_buffers() const { return static_cast<int>(is_free_.size()); }
 
  private:
   int count_for(int64_t bytes) const { return static_cast<int>((bytes + buffer_bytes_ - 1) / buffer_bytes_); }

@@ -9,9 +9,10 @@
 #include "transform/copy.h"
 
 namespace weightlift {
-namespace {
 
-void run_op(const Transfer& transfer, const Piece& piece, std::span<const Read> reads, std::byte* staging) {
+OpRows rows_of(const Plan& plan, const Piece& piece, std::byte* staging) {
+  const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+  const std::span<const Read> reads(&plan.reads[static_cast<size_t>(piece.read)], static_cast<size_t>(piece.num_reads));
   const int64_t row_bytes = transfer.op->source().row_bytes;
   const int64_t num_rows = (piece.last - piece.first) / row_bytes;
   const auto begin_of = [&](int64_t row) {
@@ -34,16 +35,15 @@ void run_op(const Transfer& transfer, const Piece& piece, std::span<const Read> 
     }
     row_stride = row_bytes;
   }
-  transfer.op->run(rows, row_stride, piece.first / row_bytes, num_rows);
+  return {rows, row_stride, piece.first / row_bytes, num_rows};
 }
-
-}  // namespace
 
 void carry_out(const Plan& plan, const Piece& piece, std::byte* staging) {
   const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
   const Read& read = plan.reads[static_cast<size_t>(piece.read)];
   if (transfer.op) {
-    run_op(transfer, piece, {&read, static_cast<size_t>(piece.num_reads)}, staging);
+    const OpRows rows = rows_of(plan, piece, staging);
+    transfer.op->run(rows.data, rows.stride, rows.first, rows.count);
   } else {
     copy_elements(transfer, piece.first, piece.last, staging + read.staging_offset, read.offset);
   }

@@ -2,10 +2,22 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "plan/planner.h"
 
 namespace weightlift {
+
+// Where the source rows of a piece of an op are.
+struct OpRows {
+  std::byte* data;
+  int64_t stride;  // bytes from one to the next
+  int64_t first;
+  int64_t count;
+};
+
+// Of a piece of an op whose reads have landed in `staging`, the memory of its chunk, where rows may be moved.
+OpRows rows_of(const Plan& plan, const Piece& piece, std::byte* staging);
 
 // Carries out a piece whose reads have landed in `staging`, the memory of its chunk. Bytes of an op's reads may be
 // moved there. Threads: pieces of different chunks at once, those of one chunk one at a time.

@@ -57,7 +57,7 @@ void Pipeline::Lane::run() {
   lock.lock();
   in_flight->clear();
   --pipeline_.num_at_storage_;
-  pipeline_.storage_left_.notify_all();
+  pipeline_.waiting_ended_.notify_all();
 }
 
 void Pipeline::Lane::read_until_stopped() {

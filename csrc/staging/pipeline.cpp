@@ -22,11 +22,22 @@ constexpr std::chrono::milliseconds kWatchInterval{100};
 Pipeline::Pipeline(PipelineOptions options) : options_(std::move(options)) {
   const int64_t num_buffers = std::max<int64_t>(1, options_.staging_bytes / options_.chunk_bytes);
   ring_ = std::make_unique<BufferRing>(options_.chunk_bytes, static_cast<int>(num_buffers));
+  devices_ = std::make_unique<Devices>(
+      options_.devices, *ring_,
+      [this] {
+        std::lock_guard lock(mutex_);
+        waiting_ended_.notify_all();
+      },
+      [this](std::string fallback) {
+        std::lock_guard lock(mutex_);
+        stats_.fallbacks.push_back(std::move(fallback));
+      });
 }
 
 Pipeline::~Pipeline() {
   stop(std::chrono::milliseconds(0));
   lanes_ = {};  // each waits for its reads in flight
+  devices_.reset();
   if (file_thread_.joinable()) file_thread_.join();
 }
 
@@ -43,12 +54,14 @@ bool Pipeline::stop(std::chrono::milliseconds timeout) {
   for (std::thread& worker : workers_) worker.join();
   workers_.clear();
   preparer_.reset();
+  devices_->stop();
   std::unique_lock lock(mutex_);
-  return storage_left_.wait_for(lock, timeout, [&] { return num_at_storage_ == 0; });
+  return waiting_ended_.wait_for(lock, timeout, [&] { return num_at_storage_ == 0 && devices_->num_running() == 0; });
 }
 
 std::optional<std::vector<ByteRange>> Pipeline::destinations_in_flight() const {
   std::lock_guard lock(mutex_);
+  if (devices_->num_running() > 0) return std::nullopt;
   std::vector<ByteRange> destinations;
   for (size_t direct : {0, 1}) {
     if (!lanes_[direct]) continue;
@@ -105,7 +118,8 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mu
   return opening->fault;
 }
 
-int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order, std::optional<SharedReads> shared) {
+int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order, const DeviceCaller& caller,
+                         std::optional<SharedReads> shared) {
   auto segment = std::make_unique<Segment>();
   segment->order = order;
   segment->files = files_of(transfers);
@@ -140,8 +154,10 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order, std::opti
   // Once they have come late, they are expected to.
   if (!huge_pages_come_late_) huge_pages_come_late_ = !huge_pages_come_sooner(segment->plan.advised);
   if (!huge_pages_come_late_) advise_huge_pages(segment->plan.advised);
+  Fault device_fault = devices_->prepare(segment->plan, caller);
 
   lock.lock();
+  if (device_fault) fail(std::move(device_fault));
   for (int32_t file : segment->files) {
     direct_io_[static_cast<size_t>(file)] = files_[static_cast<size_t>(file)]->direct_io();
   }
@@ -199,7 +215,7 @@ void Pipeline::run_files() {
     if (!failure.empty()) fail({FaultKind::kUnavailable, 0, -1, -1, -1, failure});
   }
   --num_at_storage_;
-  storage_left_.notify_all();
+  waiting_ended_.notify_all();
 }
 
 void Pipeline::watch() {
@@ -309,29 +325,43 @@ void Pipeline::run_worker() {
     ready_.pop_front();
     const bool wanted = !fault_;
     lock.unlock();
+    bool is_over = true;
     std::string failure;
     try {
-      if (wanted) transform(work);
+      if (wanted) is_over = transform(work);
     } catch (const std::exception& e) {  // no memory
       failure = e.what();
     }
     lock.lock();
     if (!failure.empty()) fail({FaultKind::kUnavailable, 0, -1, -1, -1, failure});
-    finish(work);
+    if (is_over) finish(work);
   }
 }
 
-void Pipeline::transform(const Work& work) {
+bool Pipeline::transform(const Work& work) {
   const Plan& plan = work.segment->plan;
   const Chunk& chunk = chunk_of(work);
   int64_t bytes = 0;
+  int64_t device_bytes = 0;
   for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
     const Piece& piece = plan.pieces[static_cast<size_t>(i)];
     const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
-    carry_out(plan, piece, work.buffer.memory);
-    bytes += (piece.last - piece.first) * element_bytes(transfer.src_type);
+    if (transfer.device == kHost) carry_out(plan, piece, work.buffer.memory);
+    (transfer.device == kHost ? bytes : device_bytes) += (piece.last - piece.first) * element_bytes(transfer.src_type);
   }
   bytes_landed_.fetch_add(bytes, std::memory_order_relaxed);
+  if (device_bytes == 0) return true;
+  devices_->carry_out(plan, chunk, work.buffer, [this, work, device_bytes](Fault fault) {
+    std::lock_guard lock(mutex_);
+    if (fault) {
+      fail(std::move(fault));
+    } else {
+      bytes_landed_.fetch_add(device_bytes, std::memory_order_relaxed);
+      stats_.device_bytes += device_bytes;
+    }
+    finish(work);
+  });
+  return false;
 }
 
 bool Pipeline::wait(int64_t segment, std::chrono::milliseconds timeout) {
@@ -368,7 +398,9 @@ void Pipeline::cancel() {
 
 PipelineStats Pipeline::stats() const {
   std::lock_guard lock(mutex_);
-  return stats_;
+  PipelineStats stats = stats_;
+  stats.device_scratch_bytes = devices_->scratch_bytes();
+  return stats;
 }
 
 }  // namespace weightlift

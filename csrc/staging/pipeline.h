@@ -3,7 +3,7 @@
 // A segment is one plan. Its chunks go to lanes: the direct lane and the buffered lane, each a thread with a Reader of
 // its own that keeps its queue full. A chunk that has landed in a staging buffer is carried out by a worker (its pieces
 // are copied, cast, ... to their destinations) and the buffer is free again; a chunk read in place is done when it has
-// landed.
+// landed. Pieces that go to a GPU are begun by the worker; the buffer is free when the GPU is done with it (Devices).
 //
 // Back-pressure: a lane takes no new chunk without a free buffer, so host memory stays within staging_bytes; but for an
 // op's granule that is larger than that, whose chunk gets memory of its own, one at a time.
@@ -34,6 +34,7 @@
 #include "readers/reader.h"
 #include "readers/source_file.h"
 #include "staging/buffer_ring.h"
+#include "staging/devices.h"
 #include "staging/pages.h"
 #include "util/fault.h"
 #include "util/silence.h"
@@ -49,6 +50,7 @@ struct PipelineOptions {
   int num_workers = 1;
   bool advise_hugepages = true;
   std::chrono::milliseconds io_timeout{0};  // 0: none
+  DeviceOptions devices;
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
   // Throws std::exception when there can be none.
   std::function<std::unique_ptr<Reader>(bool direct, std::string* fallback)> make_reader;
@@ -64,6 +66,8 @@ struct PipelineStats {
   int64_t bytes_needed = 0;
   int64_t bytes_read = 0;  // what arrived; what was fetched again after short direct reads included
   int64_t in_place_bytes = 0;
+  int64_t device_bytes = 0;          // that were copied to GPUs
+  int64_t device_scratch_bytes = 0;  // memory that this took there, beside destinations
   int64_t num_reads = 0;
   int64_t num_transfers = 0;
   int64_t num_whole_ops = 0;           // see Plan
@@ -90,10 +94,11 @@ class Pipeline {
     kBarrier,  // starts when everything submitted before has landed
     kUrgent,   // ahead of everything that has not started
   };
-  // Plans the transfers (`shared` as in PlanOptions) and starts reading. Returns the segment's id (ids ascend). A file
-  // that can't be opened makes the segment fail, which wait() tells. Throws std::system_error when threads can't be
-  // started; nothing is submitted then.
-  int64_t submit(std::vector<Transfer> transfers, Order order, std::optional<SharedReads> shared = {});
+  // Plans the transfers and starts reading. Returns the segment's id (ids ascend). A file that can't be opened makes
+  // the segment fail, which wait() tells. Throws std::system_error when threads can't be started, and what Devices
+  // throws when it prepares; nothing is submitted then. `caller` is for transfers to GPUs, `shared` as in PlanOptions.
+  int64_t submit(std::vector<Transfer> transfers, Order order, const DeviceCaller& caller = {},
+                 std::optional<SharedReads> shared = {});
 
   // Waits until the segment has landed or failed, at most `timeout`. True: it is over; then fault() tells how.
   bool wait(int64_t segment, std::chrono::milliseconds timeout);
@@ -106,7 +111,7 @@ class Pipeline {
   // Cancels, ends the threads, and waits for what is in flight, at most `timeout`. True: no memory is written to any
   // more. False: storage has not answered; it may be asked again.
   bool stop(std::chrono::milliseconds timeout);
-  // Destinations that reads in flight may yet write to, after stop(). Nothing when a lane can't tell: all then.
+  // Destinations that may yet be written to, after stop(). Nothing when that can't be told: all then.
   std::optional<std::vector<ByteRange>> destinations_in_flight() const;
 
   int64_t bytes_landed() const { return bytes_landed_.load(std::memory_order_relaxed); }  // for progress only
@@ -138,7 +143,8 @@ class Pipeline {
   void run_files();
   void land(Segment& segment);  // on the thread of files
   void run_worker();
-  void transform(const Work& work);  // carries out the pieces of a chunk that has landed
+  // Carries out the pieces of a chunk that has landed. False: GPUs do, and finish it.
+  bool transform(const Work& work);
 
   // REQUIRE the lock:
   // Has them opened, and waits for it, with the lock let go of.
@@ -159,8 +165,8 @@ class Pipeline {
   std::condition_variable lane_changed_;    // chunks, buffers, prepared pages, stop
   std::condition_variable worker_changed_;  // ready chunks, stop
   std::condition_variable segment_changed_;
-  std::condition_variable file_changed_;  // tasks, stop
-  std::condition_variable storage_left_;  // a thread that waits for storage has ended
+  std::condition_variable file_changed_;   // tasks, stop
+  std::condition_variable waiting_ended_;  // a thread that waits for storage, or for a GPU, has ended
 
   std::vector<std::unique_ptr<SourceFile>> files_;
   std::vector<int> file_users_;                    // segments that need it open, and lingering_
@@ -174,6 +180,7 @@ class Pipeline {
   std::vector<int64_t> landed_;
 
   std::unique_ptr<BufferRing> ring_;
+  std::unique_ptr<Devices> devices_;
   std::array<std::deque<Work>, 2> lane_queues_;  // [direct]
   std::deque<Work> ready_;
   std::deque<std::function<void()>> file_tasks_;

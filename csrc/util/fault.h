@@ -13,6 +13,7 @@ enum class FaultKind {
   kEndOfFile,    // the file ended at `offset`, inside data that is needed
   kRead,         // a read at `offset` failed: error
   kTimeout,      // storage has not answered a read at `offset`, or (negative) about the file, within the time-out
+  kDevice,       // a GPU refused or failed to take in what was read: detail
   kUnavailable,  // what the user demanded can't be had: detail says why
   kCancelled,    // the caller gave up
 };

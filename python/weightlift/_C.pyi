@@ -84,11 +84,11 @@ class Ledger:
         """
     def pending_ids(self) -> list[int]:
         ...
-    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...], device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
         """
-        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes.
+        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes. device: the index of the GPU that dst is on.
         """
-    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op) -> int:
+    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op, device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
         """
         Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.
         """
@@ -116,8 +116,10 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        ...
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex, device_staging_bytes: typing.SupportsInt | typing.SupportsIndex, twin_devices: bool = False) -> None:
+        """
+        twin_devices: for tests; see csrc/staging/twin_device.h.
+        """
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
@@ -136,9 +138,9 @@ class Pipeline:
         """
         Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
         """
-    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None) -> int:
+    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None, device_caller: typing.Any = None) -> int:
         """
-        Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read along: tensors that they read too, if all of their bytes are needed here: (file, begin, end).
+        Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). `device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where transfers go to GPUs.
         """
     def take_landed(self) -> list[int]:
         ...

@@ -24,6 +24,7 @@ PageCache = Literal["keep", "leave"]
 
 # Beyond the destination, on a machine with enough memory that a load has to itself.
 DEFAULT_STAGING_BYTES = 256 * MiB
+DEFAULT_DEVICE_STAGING_BYTES = 256 * MiB
 
 # Strategies that may read files into the page cache ahead of the load.
 _PREFETCHING = ("auto", "prefetch")
@@ -195,6 +196,16 @@ class LoadConfig:
             MiB,
         ),
     ] = None
+    device_staging_bytes: Annotated[
+        int | None,
+        _size(
+            "256 MiB; less where the files are small",
+            "Bounds the GPU memory, of each GPU, that a load uses beyond the parameters there: what is converted, packed "
+            "or scattered on the GPU passes through it. An op that needs more than a fourth at once gets memory besides.",
+            "Lower it where parameters leave no room.",
+            MiB,
+        ),
+    ] = None
     merge_gap_bytes: Annotated[
         int | None,
         _size(
@@ -309,6 +320,7 @@ class ResolvedConfig:
     queue_depth: int | None
     chunk_bytes: int | None
     staging_bytes: int | None
+    device_staging_bytes: int | None
     merge_gap_bytes: int | None
     num_threads: int | None
     advise_hugepages: bool

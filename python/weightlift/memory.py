@@ -57,14 +57,17 @@ def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, tor
     return tensors
 
 
-def allocate(entry: TensorEntry) -> torch.Tensor:
-    """An uninitialised tensor on the CPU for a tensor of a checkpoint, with its strides, in memory of its own.
+def allocate(entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor for a tensor of a checkpoint, with its strides, in memory of its own.
 
-    Real memory, whatever modes the caller has set. That of a large one is a mapping placed as in `allocate_like`.
+    Real memory, whatever modes the caller has set. On the CPU, that of a large one is a mapping placed as in
+    `allocate_like`.
 
     Raises:
         RuntimeError: torch has no memory for it.
     """
+    if device.type != "cpu":
+        return empty(entry.shape, strides_of(entry), entry.dtype, device)
     return _allocate(entry.offset, entry.shape, strides_of(entry), entry.dtype, entry.nbytes)
 
 

@@ -121,6 +121,8 @@ class MemoryLedger:
     Attributes:
         host_parameters, device_parameters: what is loaded, and what else the model has, on the CPU and elsewhere.
         staging: of the buffers that reads go through.
+        staging_limit: what `staging` may grow to; it does where parameters are on a GPU, since all they get passes through.
+        device_staging: what copies on a GPU pass through there, where parameters are on one.
         transient: the largest tensor that is held besides, while it is copied or looked at, and the small ones that are
             kept to be looked at again.
         largest: the largest of the parameters.
@@ -129,6 +131,8 @@ class MemoryLedger:
     host_parameters: int = 0
     device_parameters: int = 0
     staging: int = 0
+    staging_limit: int = 0
+    device_staging: int = 0
     transient: int = 0
     largest: int = 0
 
@@ -141,19 +145,24 @@ class MemoryLedger:
         self.largest = max(self.largest, num_bytes)
 
     def on_device(self) -> MemoryLedger:
-        """Of the same load into parameters on a GPU, where torch copies each out of host memory: so much of the largest
-        is held there meanwhile."""
+        """Of the same load into parameters on a GPU."""
+        parameters = self.host_parameters + self.device_parameters
         return dataclasses.replace(
             self,
             host_parameters=0,
-            device_parameters=self.host_parameters + self.device_parameters,
-            transient=max(self.transient, self.largest),
+            device_parameters=parameters,
+            staging=max(self.staging, min(self.staging_limit, parameters)),
         )
 
     @property
     def host_peak(self) -> int:
         """Most host memory at a time."""
         return self.host_parameters + self.staging + self.transient
+
+    @property
+    def device_peak(self) -> int:
+        """Most memory of the GPU at a time."""
+        return self.device_parameters + self.device_staging if self.device_parameters else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -232,10 +241,12 @@ class LoadPlan:
                 f"{format_bytes(memory.transient)} besides), and {format_bytes(available)} are available; cut the "
                 "model among more ranks, lower staging_bytes, or free memory"
             )
-        if on_device is not None and memory.device_parameters > on_device:
+        if on_device is not None and memory.device_peak > on_device:
             raise MemoryError(
-                f"the load takes {format_bytes(memory.device_parameters)} of device memory for parameters, and "
-                f"{format_bytes(on_device)} are available; cut the model among more ranks"
+                f"the load takes {format_bytes(memory.device_peak)} of device memory "
+                f"({format_bytes(memory.device_parameters)} of parameters, {format_bytes(memory.device_staging)} of "
+                f"staging), and {format_bytes(on_device)} are available; cut the model among more ranks, or lower "
+                "device_staging_bytes"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -250,7 +261,7 @@ class LoadPlan:
             "files": [dataclasses.asdict(file) for file in self.files],
             "read_sizes": [dataclasses.asdict(size) for size in self.read_sizes],
             "read_whole": self.read_whole,
-            "memory": {**dataclasses.asdict(self.memory), "host_peak": self.memory.host_peak},
+            "memory": {**dataclasses.asdict(self.memory), "host_peak": self.memory.host_peak, "device_peak": self.memory.device_peak},
             "copies": [dataclasses.asdict(copy) for copy in self.copies],
         }
 
@@ -273,7 +284,11 @@ class LoadPlan:
             f"  host        {format_bytes(memory.host_peak)} at peak: {format_bytes(memory.host_parameters)} "
             f"parameters, {format_bytes(memory.staging)} staging, {format_bytes(memory.transient)} transient"
         )
-        lines.append(f"  device      {format_bytes(memory.device_parameters)} parameters")
+        staging = memory.device_peak - memory.device_parameters
+        lines.append(
+            f"  device      {format_bytes(memory.device_peak)} at peak: {format_bytes(memory.device_parameters)} "
+            f"parameters, {format_bytes(staging)} staging"
+        )
         lines += [
             f"  file        {printable(f.path)}: {format_bytes(f.bytes_read)} by {_count(f.num_reads, 'read')}, "
             f"{f.strategy}: {f.reason}"
@@ -478,6 +493,8 @@ class PlanningProgram(Program):
             self.memory.staging = min(
                 self.settings.staging_bytes, stats["num_staged_chunks"] * self.settings.chunk_bytes
             )
+            self.memory.staging_limit = self.settings.staging_bytes
+            self.memory.device_staging = self.settings.device_staging_bytes
             names = {"direct_reader": "direct", "buffered_reader": "buffered"}
             for shard, file in zip(self.files.shards, stats["files"], strict=True):
                 if file["num_reads"]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _C, unanswered
+from . import _C, devices, unanswered
 from ._logging import logger
 from .config import MiB, ResolvedConfig
 from .pending import PendingOp, has_rows, run_op
@@ -123,6 +123,10 @@ class Program:
         self._waiting_memory: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
         # Of what has been started, with the last segment that writes to it.
         self._started_memory: list[tuple[int, dict[int, tuple[torch.UntypedStorage, int, int]]]] = []
+        # Ops into GPUs' memory, and what they hold there: until all has landed.
+        self._waiting_ops: list[_C.Op] = []
+        self._started_ops: list[tuple[int, list[_C.Op]]] = []
+        self._device_caller = devices.DeviceCaller()
         self._last_segment = -1
         # The last transfer into each storage; and of those started in parts, the last segment of their part.
         self._last_write: dict[int, int] = {}
@@ -148,6 +152,7 @@ class Program:
         self._whole_op_bytes = 0
         self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
+        self._fallbacks: dict[str, None] = {}  # an ordered set
         self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
 
@@ -185,7 +190,7 @@ class Program:
         """Says what errors and coverage shall call these tensors."""
         spans = []
         for name, tensor in names:
-            if tensor.numel() and tensor.device.type == "cpu":
+            if tensor.numel() and devices.index_of(tensor) is not None:
                 begin, end = span_of(tensor)
                 spans.append((begin, end, name))
         self._names = sorted(spans)
@@ -234,7 +239,9 @@ class Program:
             self._copy_by_torch(dst, src)
 
     def _copy_by_torch(self, dst: torch.Tensor, src: CheckpointTensor) -> None:
-        """What the core can't do yet (other devices, other conversions, odd geometries), now."""
+        """What the core can't do (other devices, other conversions, odd geometries), now."""
+        if dst.device.type == "cuda" and (reason := devices.refusal(dst.device.index)):
+            self._fallbacks[f"copying to {dst.device} by torch, tensor by tensor, which is slower: {reason}"] = None
         self.overwrite(dst, lambda: dst.copy_(src._read()))
         self._used.add(src._source.entry.name)
 
@@ -260,6 +267,8 @@ class Program:
                 0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)
             )
             shape = tuple(dst.shape)
+        device = devices.index_of(dst)
+        assert device is not None  # it is addressable
         self._hold(dst)
         waiting = self._ledger.record(
             len(self._sources),
@@ -271,6 +280,7 @@ class Program:
             dst.data_ptr(),
             dst.stride(),
             shape,
+            device,
         )
         if waiting < 0:
             return False  # overlapping windows, on either side
@@ -284,9 +294,15 @@ class Program:
         row_stride = None if op is None else pending.row_stride(op)
         if op is None or row_stride is None:
             return False
+        device = devices.index_of(dst)
+        assert device is not None  # it is addressable
         self._hold(dst)
+        if device != devices.HOST:
+            self._waiting_ops.append(op)
         source = pending.source._source
-        waiting = self._ledger.record_op(len(self._sources), source.file, pending.source._file_offset, row_stride, op)
+        waiting = self._ledger.record_op(
+            len(self._sources), source.file, pending.source._file_offset, row_stride, op, device
+        )
         self._after_recording(source, waiting)
         return True
 
@@ -517,6 +533,7 @@ class Program:
             if segment <= last:
                 self._wait(segment)
         self._started_memory = [(segment, memory) for segment, memory in self._started_memory if segment > last]
+        self._started_ops = [(segment, ops) for segment, ops in self._started_ops if segment > last]
 
     def _before_reading(self, shards: Iterable[Shard]) -> None:
         """What the strategy does before tensors of these are read."""
@@ -563,6 +580,9 @@ class Program:
         self._waiting_files.clear()
         self._started_memory.append((self._last_segment, self._waiting_memory))
         self._waiting_memory = {}
+        if self._waiting_ops:
+            self._started_ops.append((self._last_segment, self._waiting_ops))
+            self._waiting_ops = []
 
     def _start_batches(self, batches: Iterable[_C.Batch]) -> None:
         for batch in batches:
@@ -576,8 +596,13 @@ class Program:
             if self._pipeline is None:
                 assert self._read_ahead is not None
                 self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
-            shared = self._shared_tensors(batch)
-            segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent, shared=shared)
+            segment = self._pipeline.submit(
+                batch,
+                barrier=barrier,
+                urgent=urgent,
+                shared=self._shared_tensors(batch),
+                device_caller=self._device_caller,
+            )
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
             raise
@@ -659,6 +684,9 @@ class Program:
         self._waiting_files.clear()
         self._waiting_memory = {}
         self._started_memory.clear()
+        self._waiting_ops = []
+        self._started_ops.clear()
+        self._device_caller = devices.DeviceCaller()
         self._last_segment = -1
         self._reading.clear()
 
@@ -709,7 +737,7 @@ class Program:
         if pipeline is None:
             return None
         storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
-        storages += map(storage_of, self._reading.values())
+        storages += map(storage_of, (*self._reading.values(), *self._device_caller.scratch))
         try:
             return unanswered.end(pipeline, storages)
         finally:
@@ -766,12 +794,14 @@ class Program:
         report.seconds["wait"] = self.wait_seconds
         if self._read_ahead is not None:
             report.strategy_notes += self._notes()
+        report.fallbacks += self._fallbacks
         report.num_whole_tensor_ops = self._num_whole_ops
         report.whole_tensor_bytes = self._whole_op_bytes
         for stats in runs:
             report.num_whole_tensor_ops += stats["num_whole_ops"]
             report.whole_tensor_bytes = max(report.whole_tensor_bytes, stats["whole_op_bytes"])
-            for field in ("num_transfers", "bytes_needed", "bytes_read", "num_reads", "in_place_bytes"):
+            report.device_scratch_bytes = max(report.device_scratch_bytes, stats["device_scratch_bytes"])
+            for field in ("num_transfers", "bytes_needed", "bytes_read", "num_reads", "in_place_bytes", "device_bytes"):
                 setattr(report, field, getattr(report, field) + stats[field])
             report.fallbacks += [text for text in stats["fallbacks"] if text not in report.fallbacks]
             for shard, file in zip(self.files.shards, stats["files"], strict=True):

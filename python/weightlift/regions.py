@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from . import devices
 from .tensor import empty, storage_of
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of its own that the core can write: not other subclasses, which only look so."""
     return (
-        tensor.is_cpu
+        (tensor.is_cpu or devices.index_of(tensor) is not None)
         and tensor.layout == torch.strided
         and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     )
@@ -25,7 +26,7 @@ def addressable(tensor: torch.Tensor) -> bool:
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a real tensor's storage, also those that are not the tensor's."""
-    whole = empty((0,), (1,), torch.uint8)
+    whole = empty((0,), (1,), torch.uint8, tensor.device)
     with torch._C._DisableTorchDispatch():
         whole.set_(storage_of(tensor))
     return whole

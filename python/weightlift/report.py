@@ -58,6 +58,8 @@ class LoadReport:
             as rows, or the destination is not made of rows. All others hold a chunk.
         whole_tensor_bytes: the memory that the largest of them held.
         in_place_bytes: of bytes_read, how many were read straight into their destination, without staging.
+        device_bytes: bytes that were copied to GPUs, by the core's own streams.
+        device_scratch_bytes: memory of GPUs that this took besides the parameters.
         seconds: by phase: "header" (find and parse the files), "record" (run the weight loaders), "wait" (for storage,
             after recording ended) and "total". Phases overlap only where the total is smaller than their sum.
         files: one entry for each file that was read; where reading was aborted and went on, in the words of its start.
@@ -84,6 +86,8 @@ class LoadReport:
     in_place_bytes: int = 0
     num_whole_tensor_ops: int = 0
     whole_tensor_bytes: int = 0
+    device_bytes: int = 0
+    device_scratch_bytes: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     files: list[FileReport] = dataclasses.field(default_factory=list)
     strategy_notes: list[str] = dataclasses.field(default_factory=list)
@@ -136,6 +140,11 @@ class LoadReport:
             f"{format_bytes(self.in_place_bytes)} in place)",
             "  seconds     " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in self.seconds.items()),
         ]
+        if self.device_bytes:
+            lines.append(
+                f"  device      {format_bytes(self.device_bytes)} copied to GPUs, through "
+                f"{format_bytes(self.device_scratch_bytes)} of scratch there"
+            )
         if self.num_whole_tensor_ops:
             lines.append(
                 f"  whole       {self.num_whole_tensor_ops} ops held a whole tensor, "

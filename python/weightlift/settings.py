@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ._logging import logger
 from .available_memory import available_bytes
-from .config import DEFAULT_STAGING_BYTES, KiB, MiB, ResolvedConfig
+from .config import DEFAULT_DEVICE_STAGING_BYTES, DEFAULT_STAGING_BYTES, KiB, MiB, ResolvedConfig
 from .errors import CheckpointError, printable
 from .filesystem import mount_of
 from .report import format_bytes
@@ -27,6 +27,11 @@ CHUNK_UNIT = 64 * KiB  # the core cuts chunks in multiples of it
 # 1 MiB.
 MERGE_GAP_BYTES = 16 * KiB
 MAX_THREADS = 8
+
+# As the core has it (csrc/staging): streams of a GPU, each with its part of device_staging_bytes; and what a chunk there
+# may take beside its bytes, to be aligned.
+DEVICE_STREAMS = 4
+DEVICE_SLICE_PADDING = 16 * KiB
 
 # Across a network, a read waits for milliseconds. Through FUSE with 2 ms added to each request, buffered, cold, GB/s:
 # depth 16 with 2 MiB 0.39, with 8 MiB 0.40; depth 32 with 2 MiB 0.44, with 8 MiB 0.52, the best; depth 64 with 2 MiB
@@ -50,6 +55,7 @@ class Settings:
         num_threads: threads that copy and convert.
         chunk_bytes: of a staging buffer, and the most of one read.
         staging_bytes: of all staging buffers.
+        device_staging_bytes: of each GPU that is written to, what copies there pass through.
         merge_gap_bytes: unwanted bytes up to which reading on is cheaper than a second read.
         notes: what was decided otherwise than on an ordinary machine, and why.
     """
@@ -58,6 +64,7 @@ class Settings:
     num_threads: int
     chunk_bytes: int
     staging_bytes: int
+    device_staging_bytes: int
     merge_gap_bytes: int
     notes: tuple[str, ...]
 
@@ -106,9 +113,16 @@ def settle(config: ResolvedConfig, shards: Sequence[Shard]) -> Settings:
         num_threads=config.num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0))),
         chunk_bytes=chunk_bytes,
         staging_bytes=staging_bytes,
+        device_staging_bytes=config.device_staging_bytes or _device_staging_bytes(shards, chunk_bytes),
         merge_gap_bytes=merge_gap_bytes if config.merge_gap_bytes is None else config.merge_gap_bytes,
         notes=tuple(notes),
     )
+
+
+def _device_staging_bytes(shards: Sequence[Shard], chunk_bytes: int) -> int:
+    """For each stream of a GPU as much as could come at once: an op's whole tensor, where that is more than a chunk."""
+    largest = max((shard.size for shard in shards), default=0)
+    return min(DEFAULT_DEVICE_STAGING_BYTES, DEVICE_STREAMS * (max(largest, chunk_bytes) + DEVICE_SLICE_PADDING))
 
 
 def _staging_bytes(config: ResolvedConfig, shards: Sequence[Shard], processes: int, notes: list[str]) -> int:

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from . import _C
+from . import _C, devices
 from .config import ResolvedConfig
 from .errors import CheckpointError, CheckpointReadError, listed
 from .report import FileReport
@@ -36,6 +36,8 @@ def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[S
         merge_gap_bytes=settings.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
         io_timeout_seconds=config.io_timeout_seconds,
+        device_staging_bytes=settings.device_staging_bytes,
+        twin_devices=devices.are_twins,
     )
     _add_files(pipeline, shards)
     return pipeline
@@ -131,6 +133,11 @@ def failure(
         elif config.backend == "io_uring":
             detail = f'backend="io_uring" is not to be had here: {detail}; use backend="auto" or "pread"'
         return CheckpointError(f"{detail}{rest}", reason="Unavailable", path=path)
+    if kind == "device":
+        problem = f"copying it to where it belongs failed: {detail}"
+        device_error = CheckpointReadError(f"{problem}{rest}", reason="DeviceFailed", path=path, tensor=name)
+        device_error.incomplete = incomplete
+        return device_error
     if kind == "cancelled":
         return RuntimeError(f"the load was cancelled{rest}")
     if kind == "end_of_file":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from . import devices
 from ._logging import logger
 from .config import LoadConfig
 from .filters import Filter
@@ -44,8 +45,8 @@ def iter_weights(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Gives every tensor with its name, while the next ones are being read.
 
-    Beside the tensors that the caller keeps, at most `staging_bytes` (256 MiB) of host memory are used: one half for
-    tensors that are read ahead, or a single one that is larger; the other for the reads. Ending the loop early, also by
+    Beside the tensors that the caller keeps, at most `staging_bytes` (256 MiB) of memory are used: one half for tensors
+    that are read ahead, on their device, or a single one that is larger; the other, of the host, for the reads. Ending the loop early, also by
     an exception, ends reading; where the iterator lives on, call its `close()`.
 
     Args:
@@ -114,10 +115,10 @@ class _Step:
     tensors: collections.deque[torch.Tensor] = dataclasses.field(default_factory=collections.deque)
     number: int = -1  # of the program, to wait for it
 
-    def start(self, checkpoint: Checkpoint) -> None:
+    def start(self, checkpoint: Checkpoint, device: torch.device) -> None:
         program = checkpoint._program
         for entry in self.entries:
-            tensor = allocate(entry)
+            tensor = allocate(entry, device)
             program.record_whole(tensor, entry.name)
             self.tensors.append(tensor)
         self.number = program.start()
@@ -145,6 +146,7 @@ def _stream(
     ahead_bytes: int,
     progress: bool,
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
+    read_to = device if devices.is_writable(device) else torch.device("cpu")
     total_bytes = sum(entry.nbytes for entry in entries)
     done_bytes = 0
     with checkpoint, ProgressBar(enabled=progress) as bar:
@@ -154,7 +156,7 @@ def _stream(
         upcoming = next(steps, None)
         while upcoming or started:
             while upcoming and (not started or started_bytes + upcoming.num_bytes <= ahead_bytes):
-                upcoming.start(checkpoint)
+                upcoming.start(checkpoint, read_to)
                 started.append(upcoming)
                 started_bytes += upcoming.num_bytes
                 upcoming = next(steps, None)

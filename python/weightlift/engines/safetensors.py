@@ -173,7 +173,7 @@ class _OpenFile:
     def _start_run(self, entries: Iterable[TensorEntry]) -> tuple[int, list[torch.Tensor]]:
         tensors = []
         for entry in entries:
-            tensors.append(allocate(entry))
+            tensors.append(allocate(entry, torch.device("cpu")))
             self.program.record(tensors[-1], self.program.tensor(entry.name))
         self._newest_run = self.program.start()
         return self._newest_run, tensors

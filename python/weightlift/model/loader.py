@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from .. import devices
 from .._logging import logger
 from ..config import LoadConfig
 from ..errors import listed
@@ -329,7 +330,7 @@ def _written(targets: Mapping[str, torch.Tensor], names: Iterable[str], program:
     written = set()
     for name in names:
         target = targets[name]
-        known = target.device.type == "cpu" and target.numel() and is_dense(target)
+        known = devices.index_of(target) is not None and target.numel() and is_dense(target)
         if not known or program.coverage(target)[0] != [(0, target.nbytes)]:
             written.add(name)
     return written

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import devices
 from .._logging import logger
 from ..entries import TensorEntry
 from ..errors import CheckpointMismatchError, folded
@@ -176,7 +177,7 @@ def check_coverage(
     """
     missing = set(report.missing_keys)
     for name, target in targets.items():
-        if name in missing or target.device.type != "cpu" or not target.numel() or not is_dense(target):
+        if name in missing or devices.index_of(target) is None or not target.numel() or not is_dense(target):
             continue
         gaps, doubles = program.coverage(target)
         report.gaps += _regions(name, target, gaps)
