@@ -137,10 +137,26 @@ DirectIo probe_direct(const char* path) {
       told.offset_alignment <= kBlock) {
     // Believed once a read has worked: a file system stacked upon another may promise what that one does not keep.
     const int error = try_read(fd.get(), pages, 0, told.offset_alignment);
-    if (error == 0) return usable(told.memory_alignment, told.offset_alignment, true);
+    if (error == 0) {
+      DirectIo direct = usable(told.memory_alignment, told.offset_alignment, true);
+      direct.told = true;
+      return direct;
+    }
     if (error != EINVAL) return refused(std::string("a direct read failed: ") + ::strerror(error));
   }
   return probe_by_reading(fd.get(), pages, stat.st_size);
+}
+
+DirectIo DirectProbes::of(const char* path, uint64_t device) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = proven_.find(device);
+    if (known != proven_.end()) return known->second;
+  }
+  DirectIo direct = probe_direct(path);
+  const std::lock_guard lock(mutex_);
+  if (direct.proven && !direct.told) proven_[device] = direct;
+  return direct;
 }
 
 }  // namespace weightlift
