@@ -12,7 +12,7 @@ NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz tests/vm benchmarks/n
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-python test-native test-sanitize test-storage test-vllm lint stubs format bench bench-load \
-	bench-storage bench-ops bench-rivals paper wheel fuzz clean
+	bench-storage bench-ops bench-link bench-rivals paper wheel fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ bench-storage: setup  ## Readers, read sizes, depths and pages on any storage (S
 
 bench-ops: setup  ## Speed of each fused op beside memcpy (BENCH_ARGS="--benchmark_filter=awq")
 	@scripts/native_bench.sh bench_ops $(BENCH_ARGS)
+
+bench-link: setup  ## Loads across slow links, by a file system of our own (root, libfuse3; BENCH_ARGS="--only nfs --slower 8")
+	$(BIN)/python -m benchmarks.slow_link $(BENCH_ARGS)
 
 bench-rivals: setup  ## Whole checkpoints and one rank of 8, beside other loaders, in .venv-rivals (RIVALS_ARGS="--quick")
 	@scripts/rivals.sh $(RIVALS_ARGS)

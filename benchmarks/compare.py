@@ -76,8 +76,8 @@ def load(loader: Loader, checkpoint: Checkpoint, *, whole: bool, into: Mapping[s
     if whole:
         tensors = loader.whole(checkpoint)
     else:
-        assert loader.rows is not None
-        loader.rows(checkpoint, into, RANK, WORLD_SIZE)
+        assert loader.slices is not None
+        loader.slices(checkpoint, into, RANK, WORLD_SIZE, 0)
         tensors = into
     touch(tensors)
     return tensors
@@ -152,13 +152,13 @@ def measure(parts: Mapping[tuple[bool, bool], Part], checkpoint: Checkpoint, rou
             continue
         print(f"checking {name} {version}", file=sys.stderr, flush=True)
         for whole in (True, False):
-            if name not in failures and (whole or loader.rows):
+            if name not in failures and (whole or loader.slices):
                 attempt(name, partial(check, loader, checkpoint, whole=whole))
     for (whole, cold), part in parts.items():
         actions: dict[str, Callable[[], float]] = {
             name: partial(seconds_of, loader, checkpoint, whole=whole, cold=cold)
             for name, loader in LOADERS.items()
-            if whole or loader.rows
+            if whole or loader.slices
         }
         if whole and cold:
             depths = {depth: in_child(partial(reference_seconds, checkpoint, depth)) for depth in _QUEUE_DEPTHS}

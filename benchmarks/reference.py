@@ -17,6 +17,7 @@ from torch import Tensor
 CHUNK_BYTES = 4 << 20
 _POPULATE_BYTES = 16 << 20
 _HUGE_PAGE = 2 << 20
+_BLOCK = 4096  # of O_DIRECT
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 # Called through ctypes, madvise lets other threads run, which mmap.madvise does not.
@@ -56,14 +57,20 @@ def _run_threads(num_threads: int, work: Iterable[Any], action: Callable[[Any], 
 
 
 def read_direct(paths: list[Path], queue_depth: int) -> object:
-    """The reference R: whole files by O_DIRECT, into fresh huge pages that a thread populates ahead of the reads.
+    """The reference R: `read_ranges` of whole files."""
+    return read_ranges([(path, 0, path.stat().st_size) for path in paths], queue_depth)
+
+
+def read_ranges(ranges: list[tuple[Path, int, int]], queue_depth: int, chunk_bytes: int = CHUNK_BYTES) -> object:
+    """Parts of files, (path, begin, end), by O_DIRECT, into fresh huge pages that a thread populates ahead.
 
     Returns what keeps the memory alive.
     """
+    ranges = [(path, begin // _BLOCK * _BLOCK, end) for path, begin, end in ranges]
     starts, size = [], 0
-    for path in paths:
+    for _, begin, end in ranges:
         starts.append(size)
-        size += -(-path.stat().st_size // _HUGE_PAGE) * _HUGE_PAGE
+        size += -(-(end - begin) // _HUGE_PAGE) * _HUGE_PAGE
     mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = memoryview(mapping)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -81,31 +88,32 @@ def read_direct(paths: list[Path], queue_depth: int) -> object:
                 populated = begin + _POPULATE_BYTES
                 grown.notify_all()
 
-    fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+    fds = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in {path for path, _, _ in ranges}}
 
     def read(chunk: tuple[int, int, int]) -> None:
-        file, offset, length = chunk
-        begin = starts[file] + offset
+        number, offset, length = chunk
+        path, first, _ = ranges[number]
+        begin = starts[number] + offset
         with grown:
             grown.wait_for(lambda: populated >= begin + length)
         # Lengths are whole blocks: the last read of a file runs past its end, and comes back short.
-        wanted = min(length, paths[file].stat().st_size - offset)
-        if os.preadv(fds[file], [view[begin : begin + -(-length // 4096) * 4096]], offset) < wanted:
-            raise OSError(f"{paths[file]}: short read at {offset}")
+        target = view[begin : begin + -(-length // _BLOCK) * _BLOCK]
+        if os.preadv(fds[path], [target], first + offset) < length:
+            raise OSError(f"{path}: short read at {first + offset}")
 
     ahead = threading.Thread(target=populate)
     ahead.start()
-    _run_threads(queue_depth, _chunks([path.stat().st_size for path in paths]), read)
+    _run_threads(queue_depth, _chunks([end - begin for _, begin, end in ranges], chunk_bytes), read)
     ahead.join()
-    for fd in fds:
+    for fd in fds.values():
         os.close(fd)
     return view
 
 
-def _chunks(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    for file, size in enumerate(sizes):
-        for offset in range(0, size, CHUNK_BYTES):
-            yield file, offset, min(CHUNK_BYTES, size - offset)
+def _chunks(sizes: list[int], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    for number, size in enumerate(sizes):
+        for offset in range(0, size, chunk_bytes):
+            yield number, offset, min(chunk_bytes, size - offset)
 
 
 def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
@@ -144,11 +152,13 @@ def safetensors_owned(paths: list[Path]) -> dict[str, Tensor]:
     return {name: tensor.clone() for path in paths for name, tensor in load_file(path).items()}
 
 
-def safetensors_slices(paths: list[Path], into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-    """One rank's rows of every tensor, through safetensors' get_slice."""
+def safetensors_slices(paths: list[Path], into: Mapping[str, Tensor], rank: int, world_size: int, dim: int = 0) -> None:
+    """One rank's part of every tensor that has a place, through safetensors' get_slice."""
     for path in paths:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  # a safe_open is no mapping
-                rows = into[name].shape[0]
-                assert shard.get_slice(name).get_shape()[0] == rows * world_size
-                into[name].copy_(shard.get_slice(name)[rank * rows : (rank + 1) * rows])
+                if name not in into:
+                    continue
+                length, part = into[name].shape[dim], shard.get_slice(name)
+                assert part.get_shape()[dim] == length * world_size
+                into[name].copy_(part[(slice(None),) * dim + (slice(rank * length, (rank + 1) * length),)])

@@ -43,7 +43,8 @@ class Loader:
         package: the distribution that it comes with.
         module: what is imported before the clock starts.
         whole: loads everything; what it gives is kept until the clock has stopped.
-        rows: fills each tensor with one rank's rows of the tensor of that name.
+        slices: fills each tensor with one rank's part of the tensor of that name: given rank, world size, and the
+            dimension that is cut.
         is_owned: whether the tensors have memory of their own; else they are pages of the file.
         is_streamer: whether it reads whole files, whatever part of them is wanted.
     """
@@ -51,7 +52,7 @@ class Loader:
     package: str
     module: str
     whole: Callable[[Checkpoint], Mapping[str, Tensor]]
-    rows: Callable[[Checkpoint, Mapping[str, Tensor], int, int], object] | None
+    slices: Callable[[Checkpoint, Mapping[str, Tensor], int, int, int], object] | None
     is_owned: bool = True
     is_streamer: bool = False
 
@@ -64,15 +65,18 @@ class Loader:
         importlib.import_module(self.module)
 
 
-def _copy_rows(into: Mapping[str, Tensor], name: str, tensor: Tensor, rank: int) -> None:
-    rows = into[name].shape[0]
-    into[name].copy_(tensor.narrow(0, rank * rows, rows))
+def _copy_slice(into: Mapping[str, Tensor], name: str, tensor: Tensor, rank: int, dim: int) -> None:
+    if name in into:
+        length = into[name].shape[dim]
+        into[name].copy_(tensor.narrow(dim, rank * length, length))
 
 
-def _weightlift_rows(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def _weightlift_slices(
+    checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int, dim: int
+) -> None:
     with weightlift.open_checkpoint(checkpoint.folder) as tensors:
         for name in into:
-            _copy_rows(into, name, tensors[name], rank)
+            _copy_slice(into, name, tensors[name], rank, dim)
 
 
 def _safetensors_mapped(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -88,9 +92,11 @@ def _fastsafetensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
 
 
-def _fastsafetensors_rows(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def _fastsafetensors_slices(
+    checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int, dim: int
+) -> None:
     for name, tensor in _fastsafetensors(checkpoint).items():
-        _copy_rows(into, name, tensor, rank)
+        _copy_slice(into, name, tensor, rank, dim)
 
 
 def _runai(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -101,13 +107,13 @@ def _runai(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return dict(streamer.get_tensors())
 
 
-def _runai_rows(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def _runai_slices(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int, dim: int) -> None:
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
         streamer.stream_files(checkpoint.files, owned=False)  # views of buffers that are used again: each is copied
         for name, tensor in streamer.get_tensors():
-            _copy_rows(into, name, tensor, rank)
+            _copy_slice(into, name, tensor, rank, dim)
 
 
 def _tensorizer(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -117,12 +123,14 @@ def _tensorizer(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return dict(tensors.items())
 
 
-def _tensorizer_rows(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def _tensorizer_slices(
+    checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int, dim: int
+) -> None:
     from tensorizer import TensorDeserializer
 
     with TensorDeserializer(str(checkpoint.tensorizer_file), device="cpu", lazy_load=True) as tensors:
         for name in into:
-            _copy_rows(into, name, tensors[name], rank)
+            _copy_slice(into, name, tensors[name], rank, dim)
 
 
 def _safetensors_streaming(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -131,35 +139,37 @@ def _safetensors_streaming(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return dict(load_sharded(checkpoint.index, device="cpu"))
 
 
-def _safetensors_streaming_rows(checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def _safetensors_streaming_slices(
+    checkpoint: Checkpoint, into: Mapping[str, Tensor], rank: int, world_size: int, dim: int
+) -> None:
     from safetensors_streaming import stream_sharded
 
     for name, tensor in stream_sharded(checkpoint.index, device="cpu"):
-        _copy_rows(into, name, tensor, rank)
+        _copy_slice(into, name, tensor, rank, dim)
 
 
 OURS = "weightlift"
 LOADERS: dict[str, Loader] = {
-    OURS: Loader("weightlift", "weightlift", lambda c: weightlift.load_file(c.folder), _weightlift_rows),
+    OURS: Loader("weightlift", "weightlift", lambda c: weightlift.load_file(c.folder), _weightlift_slices),
     "safetensors, mapped": Loader("safetensors", "safetensors.torch", _safetensors_mapped, None, is_owned=False),
     "safetensors": Loader(
         "safetensors",
         "safetensors.torch",
         lambda c: reference.safetensors_owned(c.shards),
-        lambda c, into, rank, size: reference.safetensors_slices(c.shards, into, rank, size),
+        lambda c, into, rank, size, dim: reference.safetensors_slices(c.shards, into, rank, size, dim),
     ),
     "fastsafetensors": Loader(
-        "fastsafetensors", "fastsafetensors", _fastsafetensors, _fastsafetensors_rows, is_streamer=True
+        "fastsafetensors", "fastsafetensors", _fastsafetensors, _fastsafetensors_slices, is_streamer=True
     ),
     "runai-model-streamer": Loader(
-        "runai-model-streamer", "runai_model_streamer", _runai, _runai_rows, is_streamer=True
+        "runai-model-streamer", "runai_model_streamer", _runai, _runai_slices, is_streamer=True
     ),
-    "tensorizer": Loader("tensorizer", "tensorizer", _tensorizer, _tensorizer_rows, is_streamer=True),
+    "tensorizer": Loader("tensorizer", "tensorizer", _tensorizer, _tensorizer_slices, is_streamer=True),
     "safetensors-streaming": Loader(
         "safetensors-streaming",
         "safetensors_streaming",
         _safetensors_streaming,
-        _safetensors_streaming_rows,
+        _safetensors_streaming_slices,
         is_streamer=True,
     ),
 }

@@ -166,6 +166,7 @@ def test_this_machine_has_memory() -> None:
     ("strategy", "kind", "total", "pays", "level", "words"),
     [
         ("auto", "nfs", 90, True, logging.INFO, ["/models is nfs", "network", "fit into 90%", "100.00 GiB"]),
+        ("auto, alone", "nfs", 90, False, logging.INFO, ["/models is nfs", "network", "no other process"]),
         ("auto", "nfs", 91, False, logging.WARNING, ["/models is nfs", "91.00 GiB do not fit into 90%", "100.00 GiB"]),
         ("auto", "ext4", 1, False, logging.INFO, ["/models is ext4", "not a network file system"]),
         ("lazy", "nfs", 1, False, logging.INFO, ["the strategy is lazy"]),
@@ -177,10 +178,12 @@ def test_this_machine_has_memory() -> None:
         ("prefetch", "ext4", 91, True, logging.WARNING, ["as configured, though", "91.00 GiB do not fit into 90%"]),
     ],
 )
-def test_prefetch_pays_across_a_network_where_all_fits(
+def test_prefetch_pays_across_a_network_for_several_processes_where_all_fits(
     strategy: str, kind: str, total: int, pays: bool, level: int, words: list[str]
 ) -> None:
-    decided, loud, note = prefetch_pays(strategy, Mount("/models", kind), total * GiB, 100 * GiB)
+    strategy, _, alone = strategy.partition(", ")
+    mount = Mount("/models", kind)
+    decided, loud, note = prefetch_pays(strategy, mount, total * GiB, 100 * GiB, processes=1 if alone else 2)
     assert (decided, loud) == (pays, level)
     assert note.startswith("prefetch: " if pays else "no prefetch: ")
     assert all(word in note for word in words), note
@@ -365,16 +368,20 @@ def test_prefetch_reads_ahead_and_through_the_cache(folder: Path) -> None:
     assert report.to_dict()["strategy_notes"] == report.strategy_notes
 
 
-def test_auto_prefetches_across_a_network(
+def test_auto_prefetches_across_a_network_for_several_processes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"2 1 0:4 / {tmp_path.resolve()} rw - nfs4 server:/x rw\n")
     monkeypatch.setattr("weightlift.filesystem._MOUNTS", str(table))
     make_cold(paths_of(folder))
+    assert load(folder).strategy_notes[0].startswith("no prefetch: ")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    make_cold(paths_of(folder))
     with caplog.at_level(logging.INFO, logger="weightlift"):
         report = load(folder)
-    note, reads = report.strategy_notes
+    note, reads, _ = report.strategy_notes
     assert reads.startswith("reads of up to 8.00 MiB, 32 in flight")
     assert note.startswith(f"prefetch: {tmp_path.resolve()} is nfs4, a network file system, and its 24.00 MiB fit into")
     assert note in caplog.messages
@@ -383,7 +390,7 @@ def test_auto_prefetches_across_a_network(
     monkeypatch.setattr(prefetch, "available_bytes", lambda: 25 * MiB)
     caplog.clear()
     report = load(folder)
-    note, _ = report.strategy_notes
+    note = report.strategy_notes[0]
     assert note.startswith("no prefetch: ")
     assert [record.levelno for record in caplog.records if record.getMessage() == note] == [logging.WARNING]
 
@@ -395,6 +402,7 @@ def test_auto_prefetches_only_files_that_are_across_a_network(tmp_path: Path, mo
     ]
     kinds = {"a": "ext4", "b": "nfs"}
     monkeypatch.setattr(prefetch, "mount_of", lambda path: Mount(f"/{path[1]}", kinds[path[1]]))
+    monkeypatch.setattr(prefetch, "local_rank", lambda: (0, 2))
     chosen, (note,) = prefetch._to_prefetch(LoadConfig().resolve({}), shards)
     assert chosen == [shards[1]]
     assert "/b is nfs" in note

@@ -87,6 +87,7 @@ def test_an_ordinary_machine_needs_no_note(available: Any, on: Any) -> None:
         staging_bytes=256 * MiB,
         device_staging_bytes=4 * (2 * MiB + (16 << 10)),
         merge_gap_bytes=16 << 10,
+        open_ahead=0,
         notes=(),
     )
 
@@ -97,6 +98,7 @@ def test_network_file_systems_get_larger_reads_and_more_of_them(available: Any, 
     on(kind)
     found = settle()
     assert (found.queue_depth, found.chunk_bytes, found.merge_gap_bytes) == (32, 8 * MiB, 128 << 10)
+    assert found.open_ahead == 8
     (note,) = found.notes
     assert f"/models is {kind}" in note
 
@@ -353,6 +355,7 @@ def test_what_fills_the_page_cache_and_leaving_it_exclude_each_other(strategy: A
 
 def test_auto_does_not_prefetch_where_the_page_cache_is_to_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "mount_of", lambda path: Mount("/", "nfs4"))
+    monkeypatch.setattr(prefetch, "local_rank", lambda: (0, 2))
     shards: Any = [type("Shard", (), {"path": "/a", "device": 1, "size": 1})]
     assert prefetch._to_prefetch(LoadConfig().resolve({}), shards)[0] == shards
     assert prefetch._to_prefetch(LoadConfig(page_cache="leave").resolve({}), shards)[0] == []

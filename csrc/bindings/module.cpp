@@ -174,7 +174,7 @@ using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
 PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
                           int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
-                          int64_t merge_gap_bytes, bool advise_hugepages, double io_timeout_seconds,
+                          int64_t merge_gap_bytes, bool advise_hugepages, int open_ahead, double io_timeout_seconds,
                           int64_t device_staging_bytes, bool twin_devices) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
@@ -186,6 +186,7 @@ PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_c
   options.merge_gap_bytes = merge_gap_bytes;
   options.num_workers = num_threads;
   options.advise_hugepages = advise_hugepages;
+  options.open_ahead = open_ahead;
   options.io_timeout = to_milliseconds(io_timeout_seconds);
   const ReaderOptions reader_options{to_backend(backend), queue_depth, num_threads};
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
@@ -405,7 +406,7 @@ PYBIND11_MODULE(_C, m) {
                                     py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
            "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a,
-           "io_timeout_seconds"_a, "device_staging_bytes"_a, "twin_devices"_a = false,
+           "open_ahead"_a, "io_timeout_seconds"_a, "device_staging_bytes"_a, "twin_devices"_a = false,
            "twin_devices: for tests; see csrc/staging/twin_device.h.")
       .def(
           "add_file",
@@ -467,7 +468,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(
                [](const std::string& strategy, int64_t chunk_bytes, int64_t merge_gap_bytes, bool advise_hugepages) {
                  require_chunk(chunk_bytes);
-                 return ReadPlanner({to_strategy(strategy), chunk_bytes, merge_gap_bytes, advise_hugepages});
+                 return std::make_unique<ReadPlanner>(
+                     FilePlanOptions{to_strategy(strategy), chunk_bytes, merge_gap_bytes, advise_hugepages});
                }),
            py::kw_only(), "strategy"_a, "chunk_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
       .def(

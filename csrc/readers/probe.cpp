@@ -147,4 +147,16 @@ DirectIo probe_direct(const char* path) {
   return probe_by_reading(fd.get(), pages, stat.st_size);
 }
 
+DirectIo DirectProbes::of(const char* path, uint64_t device) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = proven_.find(device);
+    if (known != proven_.end()) return known->second;
+  }
+  DirectIo direct = probe_direct(path);
+  const std::lock_guard lock(mutex_);
+  if (direct.proven && !direct.told) proven_[device] = direct;
+  return direct;
+}
+
 }  // namespace weightlift

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <string>
 
 namespace weightlift {
@@ -9,6 +11,7 @@ namespace weightlift {
 struct DirectIo {
   bool usable = false;           // O_DIRECT reads work, at these alignments
   bool proven = false;           // they do bypass the page cache; some file systems accept the flag and don't
+  bool told = false;             // the file system says so of each file; else it was found out by reading this one
   int64_t memory_alignment = 0;  // bytes, a power of two; of the buffer's address
   int64_t offset_alignment = 0;  // bytes, a power of two; of the offset and the length of a read
   bool told = false;             // by the file system (statx), instead of found by trying
@@ -18,5 +21,16 @@ struct DirectIo {
 // Tries direct reads of a regular file: one block, or two where the file system does not tell its alignment. The answer
 // holds for the files of one file system alike, save for odd ones (encrypted, compressed, inline). Never throws.
 DirectIo probe_direct(const char* path);
+
+// Probes files of one load. What was proven by reading one file is not tried again with others of its device: across a
+// network an answer takes its time, and there are hundreds of files. Threads: any, also at once.
+class DirectProbes {
+ public:
+  DirectIo of(const char* path, uint64_t device);
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, DirectIo> proven_;  // by device
+};
 
 }  // namespace weightlift

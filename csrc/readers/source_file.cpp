@@ -36,13 +36,13 @@ void ask_server(int fd, const char* path) {
 
 }  // namespace
 
-Fault SourceFile::open(Strategy strategy, PageCache page_cache) {
+Fault SourceFile::open(Strategy strategy, PageCache page_cache, DirectProbes& probes) {
   if (buffered_) return {};
   UniqueFd fd(open_retrying(path_, 0));
   if (!fd) return {FaultKind::kOpen, errno, index_};
   if (Fault fault = compare(fd.get())) return fault;
   if (strategy != Strategy::kBuffered) {
-    if (!probed_) direct_io_ = probe_direct(path_.c_str());
+    if (!probed_) direct_io_ = probes.of(path_.c_str(), identity_.device);
     probed_ = true;
     if (direct_io_.usable) {
       direct_ = UniqueFd(open_retrying(path_, O_DIRECT));

@@ -49,7 +49,7 @@ class SourceFile {
   // Opens the file, if it is not open, and probes direct I/O unless the strategy rules it out. Returns a fault when the
   // file can't be opened, is not the file it was, or direct I/O, or to leave the page cache alone, was demanded and
   // can't be had.
-  Fault open(Strategy strategy, PageCache page_cache);
+  Fault open(Strategy strategy, PageCache page_cache, DirectProbes& probes);
   void close();
 
   // Whether the open file still is what it was when it was parsed: a fault if it has been written to since. REQUIRES:

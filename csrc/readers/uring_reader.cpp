@@ -182,7 +182,12 @@ class UringReader final : public Reader {
     if (enabled_) return 0;
     const int error = io_uring_enable_rings(&ring_);
     enabled_ = error == 0;
-    return error;
+    if (!enabled_) return error;
+    // Where reads can't be started without waiting (FUSE, NFS), the kernel has threads of its own wait: four for each
+    // core, unless it is told otherwise. An old kernel (before 5.15) stays with that.
+    std::array<unsigned, 2> workers = {static_cast<unsigned>(queue_depth_), 0};
+    io_uring_register_iowq_max_workers(&ring_, workers.data());
+    return 0;
   }
 
   // Gives the kernel what is queued. What it has no room for now stays queued for the next call: not an error.

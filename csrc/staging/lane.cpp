@@ -79,7 +79,7 @@ void Pipeline::Lane::read_until_stopped() {
       if (pipeline_.stopping_) return;
     }
     if (num_in_flight_ == 0) continue;
-    const int count = reader_->wait(completions, kPollInterval);
+    const int count = reader_->wait(completions, has_registered_ ? std::chrono::milliseconds(0) : kPollInterval);
     if (count < 0 && count != -EINTR && count != -EAGAIN) {
       std::lock_guard lock(pipeline_.mutex_);
       pipeline_.fail({FaultKind::kRead, -count});
@@ -106,6 +106,7 @@ void Pipeline::Lane::ask() {
 
 void Pipeline::Lane::collect_requests() {
   requests_.clear();
+  has_registered_ = false;
   if (pipeline_.failed()) {  // what is in flight comes back, nothing else is started
     for (uint64_t token : again_) release(token);
     again_.clear();
@@ -125,6 +126,7 @@ void Pipeline::Lane::collect_requests() {
     reads_[token] = {current_, &read, 0, 0, !direct_, num_begun_++};
     requests_.push_back(request_for(token));
     if (++current_->next_read == chunk.num_reads) current_ = nullptr;
+    if (!current_ && has_registered_) return;
   }
 }
 
@@ -181,7 +183,7 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     if (index == kUnknown) {
       index = reader_->register_buffer(pipeline_.ring_->address(buffer),
                                        static_cast<size_t>(pipeline_.ring_->buffer_bytes()));
-      register_buffers_ = index >= 0;
+      register_buffers_ = has_registered_ = index >= 0;
     }
   }
   current_ = active.get();

@@ -39,7 +39,8 @@ class Pipeline::Lane {
   void read_until_stopped();
   // Notes which read the system is being asked for, the oldest in flight, and that it has just answered others.
   void ask();
-  // Collects what can be submitted now. Waits for work only when nothing is in flight.
+  // Collects what can be submitted now; only up to a buffer that had to be registered, since that takes its time: its
+  // pages are made. Waits for work only when nothing is in flight.
   void collect_requests();
   bool take_chunk(bool wait);
   // Whether reads shall go into memory that nobody has used yet, now.
@@ -75,6 +76,7 @@ class Pipeline::Lane {
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet
   bool register_buffers_ = true;
+  bool has_registered_ = false;  // while requests were collected: to be submitted before the next buffer is registered
   bool refused_direct_ = false;  // has been told of
   std::unordered_map<int32_t, int> file_index_;
   bool register_files_ = true;

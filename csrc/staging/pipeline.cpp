@@ -103,9 +103,22 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mu
     bool done = false;
   };
   auto opening = std::make_shared<Opening>();
-  post([this, opening, files = std::move(files)] {
-    Fault fault = open_files(files, options_.strategy, options_.page_cache,
+  // Those that are never used stay open until the end, so that there are never more.
+  std::erase_if(ahead_, [&](int32_t file) { return std::ranges::count(files, file) > 0; });
+  const size_t num_needed = files.size();
+  const auto num_files = static_cast<int32_t>(files_.size());
+  const auto max_ahead = static_cast<size_t>(options_.open_ahead);
+  for (int32_t file = files.back() + 1; file < num_files && ahead_.size() < max_ahead; ++file) {
+    if (file_users_[static_cast<size_t>(file)] > 0 || std::ranges::count(ahead_, file) > 0) continue;
+    ahead_.push_back(file);
+    files.push_back(file);
+  }
+  post([this, opening, num_needed, files = std::move(files)] {
+    Fault fault = open_files(files, options_.strategy, options_.page_cache, probes_,
                              [this](int32_t file) -> SourceFile& { return ask_about(file); });
+    // What is wrong with another is told when its turn comes.
+    const auto needed = files.begin() + static_cast<std::ptrdiff_t>(num_needed);
+    if (fault && std::find(files.begin(), needed, fault.file) == needed) fault = {};
     std::lock_guard guard(mutex_);
     opening->fault = std::move(fault);
     opening->done = true;

@@ -49,6 +49,7 @@ struct PipelineOptions {
   int64_t merge_gap_bytes = 0;
   int num_workers = 1;
   bool advise_hugepages = true;
+  int open_ahead = 0;                       // files that are opened before their turn, while others are being opened
   std::chrono::milliseconds io_timeout{0};  // 0: none
   DeviceOptions devices;
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
@@ -147,7 +148,7 @@ class Pipeline {
   bool transform(const Work& work);
 
   // REQUIRE the lock:
-  // Has them opened, and waits for it, with the lock let go of.
+  // Has them opened, and some that may be next, and waits for it, with the lock let go of.
   Fault ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock);
   void post(std::function<void()> task);    // to the thread of files
   void watch();                             // fails when a question is not answered
@@ -169,7 +170,9 @@ class Pipeline {
   std::condition_variable waiting_ended_;  // a thread that waits for storage, or for a GPU, has ended
 
   std::vector<std::unique_ptr<SourceFile>> files_;
+  DirectProbes probes_;                            // of the thread of files
   std::vector<int> file_users_;                    // segments that need it open, and lingering_
+  std::vector<int32_t> ahead_;                     // opened before their turn, which has not come yet
   std::vector<int32_t> lingering_;                 // left open by an urgent segment of one file: that file
   std::vector<DirectIo> direct_io_;                // of each file, as known to others than submit()
   std::deque<std::unique_ptr<Segment>> segments_;  // not over, in the order of submission; waiting ones included

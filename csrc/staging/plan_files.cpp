@@ -1,19 +1,44 @@
 #include "staging/plan_files.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <exception>
+#include <thread>
 #include <utility>
 
 #include "staging/pages.h"
+#include "util/threads.h"
 
 namespace weightlift {
+namespace {
 
-Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache,
+constexpr size_t kMaxOpening = 16;
+
+}  // namespace
+
+Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache, DirectProbes& probes,
                  const std::function<SourceFile&(int32_t)>& file_at) {
-  for (int32_t file : files) {
-    if (Fault fault = file_at(file).open(strategy, page_cache)) return fault;
+  std::vector<Fault> faults(files.size());
+  std::atomic<size_t> next{0};  // only numbers are handed out: no ordering needed
+  const auto open = [&] {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < files.size();) {
+      try {
+        faults[i] = file_at(files[i]).open(strategy, page_cache, probes);
+      } catch (const std::exception& e) {  // no memory
+        faults[i] = {FaultKind::kUnavailable, 0, files[i], -1, -1, e.what()};
+      }
+    }
+  };
+  {
+    const SignalsBlocked blocked;
+    std::vector<std::jthread> others;
+    others.reserve(kMaxOpening);
+    while (others.size() + 1 < std::min(files.size(), kMaxOpening)) others.emplace_back(open);
+    open();
   }
-  return {};
+  const auto first = std::ranges::find_if(faults, [](const Fault& fault) { return static_cast<bool>(fault); });
+  return first == faults.end() ? Fault{} : std::move(*first);
 }
 
 Plan plan_files(std::vector<Transfer> transfers, std::optional<SharedReads> shared, const FilePlanOptions& options,
@@ -56,7 +81,7 @@ int32_t ReadPlanner::add_file(std::string path, const FileIdentity& identity) {
 Fault ReadPlanner::plan(std::vector<Transfer> transfers, std::optional<SharedReads> shared, Plan* plan) {
   const std::vector<int32_t> files = files_of(transfers);
   const auto file_at = [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; };
-  Fault fault = open_files(files, options_.strategy, options_.page_cache, file_at);
+  Fault fault = open_files(files, options_.strategy, options_.page_cache, probes_, file_at);
   if (fault) {
     name_transfer(fault, transfers);
   } else {

@@ -27,8 +27,10 @@ struct FilePlanOptions {
 // The files that transfers read from, ascending.
 std::vector<int32_t> files_of(std::span<const Transfer> transfers);
 
-// Opens the files. Returns a fault when one of them can't be opened or is not what it was.
-Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache,
+// Opens the files, many at a time, since across a network each takes several round trips. `file_at` is called by many
+// threads. Returns the fault of the first that can't be opened or is not what it was. Throws std::system_error when
+// there can be no more threads.
+Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache page_cache, DirectProbes& probes,
                  const std::function<SourceFile&(int32_t)>& file_at);
 
 // Plans. REQUIRES: the files that the transfers read from are open.
@@ -78,6 +80,7 @@ class ReadPlanner {
   const FilePlanOptions options_;
   std::vector<std::unique_ptr<SourceFile>> files_;
   std::vector<int64_t> file_bytes_;
+  DirectProbes probes_;
   ReadStats stats_;
 };
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from . import hub
 from .entries import CheckpointFiles, Shard, TensorEntry
@@ -19,6 +21,12 @@ from .torch_file import read_torch_shard
 PathLike = str | os.PathLike[str]
 # What is accepted wherever a checkpoint is asked for.
 CheckpointPath = PathLike | CheckpointSource | Sequence[PathLike | CheckpointSource]
+
+# Files that are asked about at a time. Across a network each answer takes up to tens of milliseconds, and there are
+# hundreds of files.
+_MAX_ASKING = 32
+
+_Answer = TypeVar("_Answer")
 
 __all__ = ["CheckpointPath", "CheckpointSource", "locate", "read_header"]
 
@@ -104,7 +112,7 @@ def _locate_index(index: str, source: CheckpointSource, filters: Sequence[Filter
     skipped = {name: rule for name, rule in rules.items() if rule is not None}
     opened = {path for name, path in assigned.items() if name not in skipped}
     paths = sorted(opened)
-    missing = [path for path in paths if not os.path.exists(path)]
+    missing = [path for path, exists in zip(paths, _ask(os.path.exists, paths), strict=True) if not exists]
     if missing:
         links = " (symlinks whose file is gone)" if all(os.path.islink(path) for path in missing) else ""
         names = [os.path.relpath(path, folder or ".") for path in missing]
@@ -175,12 +183,9 @@ def _merge(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 def _read_shards(paths: list[str]) -> list[Shard]:
     """All shards, or one error that tells of each that is at fault."""
-    shards, faults = [], []
-    for path in paths:
-        try:
-            shards.append(read_header(path))
-        except CheckpointError as fault:
-            faults.append(fault)
+    found = _ask(_header_or_fault, paths)
+    shards = [shard for shard in found if isinstance(shard, Shard)]
+    faults = [fault for fault in found if isinstance(fault, CheckpointError)]
     if len(faults) == 1:
         raise faults[0]
     if faults:
@@ -191,6 +196,21 @@ def _read_shards(paths: list[str]) -> list[Shard]:
             lines.append(f"and {len(faults) - 10} more")
         raise kind("\n\t".join(lines), reason=faults[0].reason)
     return shards
+
+
+def _header_or_fault(path: str) -> Shard | CheckpointError:
+    try:
+        return read_header(path)
+    except CheckpointError as fault:
+        return fault
+
+
+def _ask(question: Callable[[str], _Answer], paths: list[str]) -> list[_Answer]:
+    """The answer for each path, many asked for at a time."""
+    if len(paths) < 2:
+        return [question(path) for path in paths]
+    with ThreadPoolExecutor(min(len(paths), _MAX_ASKING), "wl-header") as threads:
+        return list(threads.map(question, paths))
 
 
 def read_header(path: str) -> Shard:

@@ -13,6 +13,7 @@ from .config import DEFAULT_DEVICE_STAGING_BYTES, DEFAULT_STAGING_BYTES, KiB, Mi
 from .errors import CheckpointError, printable
 from .filesystem import mount_of
 from .report import format_bytes
+from .storage import max_open_files
 
 if TYPE_CHECKING:
     from .entries import Shard
@@ -41,6 +42,10 @@ NETWORK_CHUNK_BYTES = 8 * MiB
 # Such a wait, one of 32 at a time, costs as much as 250 KiB at 4 GB/s, and 32 KiB at 0.5 GB/s.
 NETWORK_MERGE_GAP_BYTES = 128 * KiB
 
+# Opening a file for both ways to read takes two round trips, and the first of a mount two more. Files are opened eight
+# at a time, so that the load does not wait for each.
+NETWORK_OPEN_AHEAD = 8
+
 # The destination needs memory too, and most of it: what staging may take of the memory that is available.
 _STAGING_SHARE = 4
 _LEAST_STAGING_BYTES = MiB
@@ -57,6 +62,7 @@ class Settings:
         staging_bytes: of all staging buffers.
         device_staging_bytes: of each GPU that is written to, what copies there pass through.
         merge_gap_bytes: unwanted bytes up to which reading on is cheaper than a second read.
+        open_ahead: files that are opened before their turn.
         notes: what was decided otherwise than on an ordinary machine, and why.
     """
 
@@ -66,6 +72,7 @@ class Settings:
     staging_bytes: int
     device_staging_bytes: int
     merge_gap_bytes: int
+    open_ahead: int
     notes: tuple[str, ...]
 
 
@@ -115,6 +122,7 @@ def settle(config: ResolvedConfig, shards: Sequence[Shard]) -> Settings:
         staging_bytes=staging_bytes,
         device_staging_bytes=config.device_staging_bytes or _device_staging_bytes(shards, chunk_bytes),
         merge_gap_bytes=merge_gap_bytes if config.merge_gap_bytes is None else config.merge_gap_bytes,
+        open_ahead=0 if network is None else min(NETWORK_OPEN_AHEAD, max_open_files() // 4),
         notes=tuple(notes),
     )
 

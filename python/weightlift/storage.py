@@ -35,6 +35,7 @@ def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[S
         staging_bytes=settings.staging_bytes,
         merge_gap_bytes=settings.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
+        open_ahead=settings.open_ahead,
         io_timeout_seconds=config.io_timeout_seconds,
         device_staging_bytes=settings.device_staging_bytes,
         twin_devices=devices.are_twins,

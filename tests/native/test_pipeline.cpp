@@ -20,6 +20,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -941,6 +942,65 @@ TEST_CASE("files are open only while a segment needs them") {
     CHECK(pipeline.wait(both, kLong));
     CHECK(count_fds() == before);
   }
+}
+
+TEST_CASE("files are opened ahead of their turn, at most so many, and one that can't be is told of in its turn") {
+  const TestFile one(kMiB, 1);
+  const TestFile two(kMiB, 2);
+  const TestFile three(kMiB, 3);
+  std::vector<std::byte> memory(1000);
+  Rig rig = make_rig(Strategy::kBuffered);
+  rig.options.open_ahead = 2;
+  Pipeline pipeline(rig.options);
+  pipeline.add_file(one.path(), one.identity());
+  pipeline.add_file(one.path() + ".gone", one.identity());
+  pipeline.add_file(two.path(), two.identity());
+  pipeline.add_file(three.path(), three.identity());
+  const auto read = [&](int32_t file) {
+    CHECK(pipeline.wait(pipeline.submit({contiguous(file, file, 0, 1000, memory.data())}, Order::kAppend), kLong));
+  };
+  const int before = count_fds();
+  read(0);
+  CHECK(!pipeline.fault());
+  CHECK(count_fds() == before + 1);  // the third; the second is gone
+  read(2);
+  CHECK(!pipeline.fault());
+  CHECK(std::memcmp(memory.data(), two.bytes(), 1000) == 0);
+  CHECK(count_fds() == before + 1);  // the fourth
+  read(1);
+  CHECK(pipeline.fault().kind == FaultKind::kOpen);
+  CHECK(pipeline.fault().file == 1);
+}
+
+TEST_CASE("the first reads do not wait until every staging buffer is registered") {
+  class Registering final : public FaultyReader {
+   public:
+    explicit Registering(std::shared_ptr<std::string> calls) : FaultyReader(8, {}), calls_(std::move(calls)) {}
+    int register_buffer(std::byte*, size_t) override {
+      calls_->push_back('r');
+      return 0;
+    }
+    int submit(std::span<const ReadRequest> requests) override {
+      calls_->push_back('s');
+      return FaultyReader::submit(requests);
+    }
+
+   private:
+    const std::shared_ptr<std::string> calls_;
+  };
+  const TestFile file(4 * kMiB);
+  std::vector<std::byte> memory(2 * kMiB);
+  auto calls = std::make_shared<std::string>();
+  PipelineOptions options = make_rig(Strategy::kBuffered).options;
+  options.chunk_bytes = kMiB;
+  options.staging_bytes = 4 * kMiB;
+  options.make_reader = [&](bool, std::string*) { return std::make_unique<Registering>(calls); };
+  Pipeline pipeline(options);
+  pipeline.add_file(file.path(), file.identity());
+  CHECK(pipeline.wait(pipeline.submit({staged(0, 0, 0, 500'000, memory.data())}, Order::kAppend), kLong));
+  CAPTURE(*calls);
+  CHECK(std::ranges::count(*calls, 'r') > 1);
+  CHECK(calls->find("rr") == std::string::npos);
 }
 
 TEST_CASE("no thread and no descriptor is left when a Pipeline has ended") {

@@ -1,0 +1,120 @@
+"""Loads across a slow link: what is asked of it. How fast that is, `python -m benchmarks.slow_link` measures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from benchmarks.slow_link import PARTS, Part, Profile, build, mounted
+from weightlift import load_file, open_checkpoint
+from weightlift.checkpoint import locate
+
+MiB = 1 << 20
+NUM_SHARDS = 12
+SHAPE = (256, 4096)  # of float32: 4 MiB
+NO_LIMITS = Profile("a network without limits", 0.0, 0.0)
+SLOW_TO_ANSWER = Profile("a network that is slow to answer", 0.05, 0.0)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    try:
+        return build(tmp_path_factory.mktemp("program"))
+    except SystemExit as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("behind")
+    for shard in range(NUM_SHARDS):
+        values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE) + shard
+        path = folder / f"model-{shard + 1:05}-of-{NUM_SHARDS:05}.safetensors"
+        safetensors.torch.save_file({f"w{shard}": values, f"b{shard}": values[0].clone()}, path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(behind: Path) -> dict[str, Tensor]:
+    return {k: v for path in behind.iterdir() for k, v in safetensors.torch.load_file(path).items()}
+
+
+Across = Callable[[Profile, Callable[[Path], object]], dict[str, int]]
+
+
+@pytest.fixture
+def across(program: Path, behind: Path) -> Across:
+    """Does something with the folder across a link; gives what the link was asked for."""
+
+    def run(profile: Profile, action: Callable[[Path], object]) -> dict[str, int]:
+        asked: dict[str, int] = {}
+        try:
+            with mounted(program, behind, profile, asked) as folder:
+                action(folder)
+        except SystemExit as error:
+            pytest.skip(str(error))
+        return asked
+
+    return run
+
+
+def load_part(folder: Path, part: Part) -> dict[str, Tensor]:
+    tensors = {}
+    with open_checkpoint(folder) as checkpoint:
+        for name, tensor in checkpoint.items():
+            cut = part.of(tuple(tensor.shape))
+            if cut is not None:
+                tensors[name] = torch.empty(tensor.narrow(*cut).shape)
+                tensors[name].copy_(tensor.narrow(*cut))
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_one_rank_gets_its_part_across_a_link_of_every_kind(
+    across: Across, expected: dict[str, Tensor], name: str
+) -> None:
+    part = PARTS[name]
+    for stream in ("request", "handle", "file"):
+        profile = Profile("fast", 1e-4, 4e9, 2e9, stream)
+        loaded: dict[str, Tensor] = {}
+        across(profile, lambda folder, into=loaded: into.update(load_part(folder, part)))  # type: ignore[misc]
+        assert len(loaded) == (2 * NUM_SHARDS if name == "columns" else NUM_SHARDS)
+        for key, tensor in loaded.items():
+            cut = part.of(tuple(expected[key].shape))
+            assert cut is not None
+            assert torch.equal(tensor, expected[key].narrow(*cut)), key
+
+
+def test_a_process_alone_asks_a_network_for_nothing_but_what_it_needs(across: Across) -> None:
+    needed = NUM_SHARDS * 4 * MiB // 8
+    asked = across(NO_LIMITS, lambda folder: load_part(folder, PARTS["columns"]))
+    assert needed <= asked["bytes"] < 1.5 * needed  # with headers, and what is read ahead of them
+
+
+def test_everything_passes_the_link_once(across: Across, expected: dict[str, Tensor]) -> None:
+    def load(folder: Path) -> None:
+        for name, tensor in load_file(folder).items():
+            assert torch.equal(tensor, expected[name]), name
+
+    total = sum(tensor.nbytes for tensor in expected.values())
+    assert total <= across(NO_LIMITS, load)["bytes"] < 1.1 * total
+
+
+def test_headers_are_asked_for_many_at_a_time(across: Across) -> None:
+    asked = across(SLOW_TO_ANSWER, locate)
+    assert asked["opens"] == NUM_SHARDS
+    assert asked["most_in_flight"] > 1
+
+
+def test_direct_reads_are_tried_out_once_a_mount_and_not_once_a_file(across: Across) -> None:
+    asked = across(NO_LIMITS, load_file)
+    # A header, and two ways to read, of each; to try: those that are opened at once with the first.
+    assert 3 * NUM_SHARDS < asked["opens"] <= 3 * NUM_SHARDS + 9
