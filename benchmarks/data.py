@@ -37,7 +37,7 @@ EXPERT_SHAPE = (132, 256)
 SCALE_SHAPE = (2, 2)
 
 
-def llama(gibibytes: int, *, layers_per_shard: int = 5) -> Path:
+def llama(gibibytes: float, *, layers_per_shard: int = 5) -> Path:
     """A folder with a Llama-like checkpoint of about that size."""
     num_layers = round(gibibytes * GIB / _LAYER_BYTES)
     shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
@@ -46,7 +46,7 @@ def llama(gibibytes: int, *, layers_per_shard: int = 5) -> Path:
             shards.append({})
         for name, shape in _LAYER.items():
             shards[-1][f"model.layers.{layer}.{name}"] = (shape, torch.bfloat16)
-    return _written(f"llama-{gibibytes}GiB" + f"-by-{layers_per_shard}" * (layers_per_shard != 5), shards)
+    return _written(f"llama-{gibibytes:g}GiB" + f"-by-{layers_per_shard}" * (layers_per_shard != 5), shards)
 
 
 def llama_model(gibibytes: float, *, fp8: bool = False) -> Path:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlift.config import KiB, MiB
+from weightlift.cost import LoadCosts
 from weightlift.errors import CheckpointError
 from weightlift.model.parallel import ParallelConfig
 from weightlift.model.planning import plan_model
@@ -240,7 +241,10 @@ def plan_rank(folder: Path, layout: Layout, number: int, node_ranks: int) -> Pla
         strategies=strategies,
         shared_bytes=report.buffered_bytes if node_ranks > 1 else 0,
         parameter_bytes=plan.memory.host_parameters,
-        seconds_at={name: plan.seconds_at(bandwidth) for name, bandwidth in STORAGE.items()},
+        seconds_at={
+            name: LoadCosts.of_bandwidth(bandwidth).seconds_of_reads(plan.read_sizes)
+            for name, bandwidth in STORAGE.items()
+        },
         plan_seconds=seconds,
         plan_cpu_seconds=cpu_seconds,
         plan_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

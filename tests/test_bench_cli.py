@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.compare import Part, verdicts
 from benchmarks.storage import figures_of
 from weightlift import _C, storage_bench
 from weightlift.cli import main
 from weightlift.config import LoadConfig, MiB
-from weightlift.storage_bench import DEFAULT_POINT, Figure, Point, StorageFigures, read_bandwidth
+from weightlift.cost import LoadCosts
+from weightlift.filesystem import Mount
+from weightlift.storage_bench import default_point, points
+from weightlift.storage_figures import Figure, Point, StorageFigures
 
 Output = pytest.CaptureFixture[str]
 
+DEFAULT_POINT = default_point(Mount("/", "ext4"))
 FEW_POINTS = [
     Point("pread", False, "cold", MiB, 2),
     Point("pread", False, "warm", MiB, 2),
@@ -28,7 +35,7 @@ FEW_POINTS = [
 
 @pytest.fixture
 def _few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_bench, "points", lambda *, quick: FEW_POINTS)
+    monkeypatch.setattr(storage_bench, "points", lambda default, *, quick: FEW_POINTS)
 
 
 def figure(point: Point, *gb_per_second: float) -> Figure:
@@ -37,8 +44,12 @@ def figure(point: Point, *gb_per_second: float) -> Figure:
     )
 
 
-def recommended(*figures: Figure) -> Any:
-    return StorageFigures("/", 1, {}, {}, list(figures), []).recommendation
+def measured(*figures: Figure, kind: str = "ext4") -> StorageFigures:
+    return StorageFigures("/", 1, {}, {}, default_point(Mount("/", kind)), list(figures), 4e9, [])
+
+
+def recommended(*figures: Figure, kind: str = "ext4") -> Any:
+    return measured(*figures, kind=kind).recommendation
 
 
 @pytest.mark.usefixtures("_few_points")
@@ -61,7 +72,7 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, capsys: Output)
         assert f["cpu_seconds_per_gb"] >= 0
         if f["cached"] is not None:
             assert f["verified"] == (f["cached"] <= 0.01 if f["state"] == "cold" else f["cached"] >= 0.99)
-    assert read_bandwidth(str(document)) in found["bandwidth"].values()
+    assert LoadCosts.from_bench(str(document)).fresh_bytes_per_second == found["costs"]["fresh_bytes_per_second"]
 
 
 @pytest.mark.usefixtures("_few_points")
@@ -97,7 +108,9 @@ def test_every_reader_reads_all_of_a_file_once(tmp_path: Path, reader: str, dire
 
 def test_what_can_not_be_had_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setattr(storage_bench.shutil, "which", lambda name: None)
-    monkeypatch.setattr(storage_bench, "points", lambda *, quick: [Point("fio", True, "cold", MiB, 2), *FEW_POINTS])
+    monkeypatch.setattr(
+        storage_bench, "points", lambda default, *, quick: [Point("fio", True, "cold", MiB, 2), *FEW_POINTS]
+    )
     assert main(["bench", str(tmp_path), "--size", "16MiB", "--rounds", "1"]) == 0
     assert "note: fio is not installed" in capsys.readouterr().out
 
@@ -122,7 +135,7 @@ def test_buffered_reads_are_recommended_only_where_direct_ones_are_slower() -> N
     direct, buffered = Point("io_uring", True, "cold", 2 * MiB, 4), Point("pread", False, "cold", 2 * MiB, 2)
     assert "strategy" not in recommended(figure(direct, 3, 3, 3), figure(buffered, 3.05, 3.05, 3.05)).settings
     found = recommended(figure(direct, 2, 2, 2), figure(buffered, 3, 3, 3))
-    assert found.settings == {"strategy": "buffered", "backend": "pread", "num_threads": 2, "chunk_bytes": 2 * MiB}
+    assert found.settings == {"strategy": "buffered", "queue_depth": 2, "chunk_bytes": 2 * MiB}
     LoadConfig(**found.settings)
     warm = Point("pread", False, "warm", 2 * MiB, 2)
     assert recommended(figure(warm, 10)) is None
@@ -136,24 +149,73 @@ def test_what_was_not_cold_recommends_nothing() -> None:
     assert recommended(cached).settings == {}
 
 
-def test_plan_estimates_with_what_was_measured(tmp_path: Path, write_checkpoint: Any, capsys: Output) -> None:
-    folder = write_checkpoint(tmp_path / "model", {"w": torch.zeros(1 << 20)})
-    bench = tmp_path / "bench.json"
-    for cold, expected in ((2e9, "at 2 GB/s"), (None, "at 9 GB/s")):
-        bench.write_text(json.dumps({"bandwidth": {"cold": cold, "warm": 9e9}}))
-        assert main(["plan", str(folder), "--bench", str(bench)]) == 0
-        assert expected in capsys.readouterr().out
+def test_the_reason_names_the_best_and_the_defaults() -> None:
+    small, large = Point("io_uring", True, "cold", MiB, 8), Point("io_uring", True, "cold", 8 * MiB, 32)
+    found = recommended(figure(large, 3, 3, 3), figure(small, 2.95, 2.95, 2.95), figure(DEFAULT_POINT, 1, 1, 1))
+    assert found.reason == (
+        "the least memory within 3% of io_uring direct, 8 MiB x 32, 3.00 GB/s; "
+        "the defaults: io_uring direct, 2 MiB x 16, 1.00 GB/s"
+    )
+    defaults = "the defaults, io_uring direct, 2 MiB x 16, are"
+    assert recommended(figure(DEFAULT_POINT, 1, 1, 1)).reason == f"{defaults} the best"
+    found = recommended(figure(small, 1.02, 1.02, 1.02), figure(DEFAULT_POINT, 1, 1, 1))
+    assert found.reason == f"{defaults} within 3% of io_uring direct, 1 MiB x 8, 1.02 GB/s"
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"bandwidth": {"cold": null, "warm": null}}', '{"bandwidth": {"cold": -1}}']
-)
-def test_plan_refuses_another_file(tmp_path: Path, write_checkpoint: Any, content: str, capsys: Output) -> None:
-    folder = write_checkpoint(tmp_path / "model", {"w": torch.zeros(4)})
-    bench = tmp_path / "bench.json"
-    bench.write_text(content)
-    assert main(["plan", str(folder), "--bench", str(bench)]) == 1
-    assert f"{bench}: expected" in capsys.readouterr().err
+def test_what_gains_little_over_the_defaults_is_not_recommended() -> None:
+    threads, other = Point("pread", True, "cold", MiB, 8), Point("io_uring", True, "cold", MiB, 64)
+    found = recommended(figure(threads, 3, 3, 3), figure(other, 2.95, 2.95, 2.95), figure(DEFAULT_POINT, 2.9, 2.9, 2.9))
+    assert found.settings == {}
+
+
+def test_across_a_network_the_defaults_are_other_ones() -> None:
+    direct, slow = Point("io_uring", True, "cold", 8 * MiB, 64), Point("pread", False, "cold", 2 * MiB, 16)
+    default = default_point(Mount("/", "nfs4"))
+    assert (default.direct, default.reader) == (False, "pread")
+    assert recommended(figure(default, 1, 1, 1), figure(slow, 0.5, 0.5, 0.5), kind="nfs4").settings == {}
+    found = recommended(figure(default, 1, 1, 1), figure(direct, 2, 2, 2), kind="nfs4")
+    assert found.settings == {"strategy": "direct", "queue_depth": 64, "chunk_bytes": 8 * MiB}
+
+
+@pytest.mark.parametrize("kind", ["ext4", "nfs4"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_defaults_are_measured_and_reads_of_every_size_as_deep(kind: str, quick: bool) -> None:
+    default = default_point(Mount("/", kind))
+    found = points(default, quick=quick)
+    assert default in found
+    assert len(found) == len(set(found))
+    for reader, direct in (("io_uring", True), ("pread", True), ("pread", False)):
+        sizes = {
+            point.chunk_bytes
+            for point in found
+            if (point.reader, point.direct, point.state) == (reader, direct, "cold")
+            and point.queue_depth == default.queue_depth
+        }
+        assert {4 << 10, 64 << 10, 2 * MiB, 8 * MiB} <= sizes
+
+
+def test_small_pieces_cost_loads_and_are_never_recommended() -> None:
+    piece = Point("io_uring", True, "cold", 4096, 16, random=True)
+    found = measured(
+        figure(piece, 9, 9, 9), figure(DEFAULT_POINT, 2, 2, 2), figure(Point("pread", False, "warm", 1, 2), 8)
+    )
+    assert found.costs.read_seconds == {"direct": ((4096, 4096 / 9e9), (2 * MiB, 2 * MiB / 2e9)), "buffered": ()}
+    assert (found.costs.copy_bytes_per_second, found.costs.fresh_bytes_per_second) == (8e9, 4e9)
+    assert found.recommendation is not None
+    assert found.recommendation.settings == {}
+
+
+@pytest.mark.io_uring
+@pytest.mark.direct_io
+@pytest.mark.parametrize("num_bytes", [4096, 2 * MiB + 12345, 640 << 10])
+def test_random_pieces_are_all_of_the_file_once(tmp_path: Path, num_bytes: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(num_bytes))
+    options: dict[str, Any] = {"huge_pages": True, "max_bytes": 1 << 40, "max_seconds": 60.0}
+    found = _C.measure_reads(
+        str(file), reader="io_uring", direct=True, chunk_bytes=4096, queue_depth=3, random=True, **options
+    )
+    assert (found["bytes"], found["num_reads"]) == (num_bytes, -(-num_bytes // 4096))
 
 
 def test_wrong_usage_is_told_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
@@ -163,9 +225,45 @@ def test_wrong_usage_is_told_before_measuring(tmp_path: Path, monkeypatch: pytes
     assert main(["bench", str(tmp_path), "--size", "1KiB"]) == 2
     assert main(["bench", str(tmp_path / "nowhere"), "--quick"]) == 1
     assert "No such file" in capsys.readouterr().err
+    assert main(["bench", str(tmp_path), "--json", str(tmp_path / "nowhere" / "bench.json")]) == 2
+    assert "it can't be written there" in capsys.readouterr().err
+    assert main(["bench", "/dev/null", "--json", str(tmp_path / "bench.json")]) == 1
+    assert "/dev/null: expected a folder or a file" in capsys.readouterr().err
+    assert not (tmp_path / "bench.json").exists()
     (tmp_path / "empty").touch()
     assert main(["bench", str(tmp_path / "empty")]) == 1
     assert "nothing to read in an empty file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_nothing_is_left_behind_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, exit_code: int
+) -> None:
+    def measure(file: str, *_: object) -> None:
+        assert Path(file).parent == tmp_path
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(storage_bench, "_measure", measure)
+    try:
+        found = main(["bench", str(tmp_path), "--size", "16MiB"])
+    except SystemExit as error:
+        found = error.code  # type: ignore[assignment]
+    assert found == exit_code
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_file_that_can_not_be_written_is_one_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weightlift", "bench", str(tmp_path), "--size", "16MiB", "--json", "/dev/null"]
+    limit = (1 << 20, 1 << 20)
+    done = subprocess.run(
+        command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"weightlift: error: [Errno 27] File too large, after 1.00 MiB of a file to measure by: '{tmp_path}'\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_figures_of_google_benchmark_are_drawn_as_our_own() -> None:

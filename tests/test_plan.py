@@ -409,7 +409,7 @@ def test_the_plan_command_says_what_would_be_read(folder: Path, capsys: Output) 
     assert main([*arguments, "--bandwidth", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Plan: 72.00 KiB needed, 72.00 KiB read (over_read=1.000) by 2 reads of 2 files"
-    assert "  time        about 0.00 s at 2 GB/s" in lines
+    assert any(line.startswith("  time        about 0.") and line.endswith(" at 2 GB/s") for line in lines)
     assert any(line.startswith("  host        2.07 MiB at peak: 72.00 KiB parameters, 2.00 MiB") for line in lines)
     assert main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -417,8 +417,8 @@ def test_the_plan_command_says_what_would_be_read(folder: Path, capsys: Output) 
     assert [file["bytes_read"] for file in document["files"]] == [8 << 10, 64 << 10]
     assert document["memory"]["host_peak"] == (72 << 10) + (2 << 20)
     assert document["read_sizes"] == [
-        {"low": 8 << 10, "num_reads": 1, "bytes": 8 << 10},
-        {"low": 64 << 10, "num_reads": 1, "bytes": 64 << 10},
+        {"low": 8 << 10, "num_reads": 1, "bytes": 8 << 10, "way": "cached"},
+        {"low": 64 << 10, "num_reads": 1, "bytes": 64 << 10, "way": "cached"},
     ]
 
 
@@ -426,8 +426,9 @@ def test_the_plan_command_measures_the_bandwidth(folder: Path, capsys: Output) -
     assert main(["plan", str(folder), "--measure", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["bandwidth"] > 0
-    bytes_with_costs = document["bytes_read"] + document["num_reads"] * (32 << 10)
-    assert document["seconds"] == pytest.approx(bytes_with_costs / document["bandwidth"] / 1e9)
+    estimate = document["estimate"]
+    assert estimate["memory"] > 0  # what has just been written is in the page cache
+    assert document["seconds"] == estimate["total"] >= estimate["header"] + estimate["memory"]
 
 
 def test_the_plan_command_explains_a_tensor(folder: Path, capsys: Output) -> None:

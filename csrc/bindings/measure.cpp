@@ -44,8 +44,8 @@ void bind_measure(py::module_& m) {
   m.def(
       "measure_reads",
       [](const std::string& path, const std::string& reader, bool direct, int64_t chunk_bytes, int queue_depth,
-         bool huge_pages, int64_t max_bytes, double max_seconds) -> py::typing::Dict<py::str, py::object> {
-        const MeasureOptions options{to_reader(reader), direct,    chunk_bytes, queue_depth,
+         bool random, bool huge_pages, int64_t max_bytes, double max_seconds) -> py::typing::Dict<py::str, py::object> {
+        const MeasureOptions options{to_reader(reader), direct,    chunk_bytes, queue_depth, random,
                                      huge_pages,        max_bytes, max_seconds};
         const ReadFigures figures = run(path, [&] { return measure_reads(path, options); });
         py::dict result;
@@ -62,8 +62,9 @@ void bind_measure(py::module_& m) {
         result["latency"] = latency;
         return result;
       },
-      "path"_a, py::kw_only(), "reader"_a, "direct"_a, "chunk_bytes"_a, "queue_depth"_a, "huge_pages"_a, "max_bytes"_a,
-      "max_seconds"_a, "Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.");
+      "path"_a, py::kw_only(), "reader"_a, "direct"_a, "chunk_bytes"_a, "queue_depth"_a, "random"_a = false,
+      "huge_pages"_a, "max_bytes"_a, "max_seconds"_a,
+      "Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.");
   m.def(
       "make_cold",
       [](const std::string& path, int64_t bytes) { return run(path, [&] { return make_cold(path, bytes); }); },

@@ -254,12 +254,16 @@ Stats planned_stats_of(const ReadPlanner& planner) {
                           py::arg("offset_alignment") = direct_io.offset_alignment,
                           py::arg("direct_reason") = direct_io.reason));
   }
-  py::list sizes;
-  for (const ReadStats::Size& size : stats.sizes) sizes.append(py::make_tuple(size.num_reads, size.bytes));
-  return py::dict(py::arg("num_transfers") = stats.num_transfers, py::arg("bytes_needed") = stats.bytes_needed,
-                  py::arg("in_place_bytes") = stats.in_place_bytes,
-                  py::arg("num_staged_chunks") = stats.num_staged_chunks, py::arg("files") = files,
-                  py::arg("sizes") = sizes);
+  const auto listed = [](const ReadStats::Sizes& sizes) {
+    py::list found;
+    for (const ReadStats::Size& size : sizes) found.append(py::make_tuple(size.num_reads, size.bytes));
+    return found;
+  };
+  return py::dict(
+      py::arg("num_transfers") = stats.num_transfers, py::arg("bytes_needed") = stats.bytes_needed,
+      py::arg("in_place_bytes") = stats.in_place_bytes, py::arg("num_staged_chunks") = stats.num_staged_chunks,
+      py::arg("files") = files, py::arg("direct_sizes") = listed(stats.direct_sizes),
+      py::arg("buffered_sizes") = listed(stats.buffered_sizes), py::arg("cached_sizes") = listed(stats.cached_sizes));
 }
 
 Stats stats_of(const Pipeline& pipeline) {

@@ -14,6 +14,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -79,23 +80,37 @@ class Buffers {
   HugeMapping mapping_;
 };
 
-// What is left to be read, handed out in file order.
+// What is left to be read, handed out piece by piece.
 class Offsets {
  public:
   Offsets(const MeasureOptions& options, int64_t size)
-      : chunk_bytes_(options.chunk_bytes), end_(std::min(size, options.max_bytes)), seconds_(options.max_seconds) {}
+      : chunk_bytes_(options.chunk_bytes),
+        end_(std::min(size, options.max_bytes)),
+        count_((end_ + chunk_bytes_ - 1) / chunk_bytes_),
+        step_(options.random ? far_step(count_) : 1),
+        seconds_(options.max_seconds) {}
 
   // The next read's offset; -1: no more.
   int64_t next() {
-    const int64_t offset = next_.fetch_add(chunk_bytes_, std::memory_order_relaxed);  // pairs with nothing: a count
-    return offset < end_ && seconds_since(start_) < seconds_ ? offset : -1;
+    const int64_t number = next_.fetch_add(1, std::memory_order_relaxed);  // pairs with nothing: a count
+    if (number >= count_ || seconds_since(start_) >= seconds_) return -1;
+    return number * step_ % count_ * chunk_bytes_;
   }
   // In whole pages, as direct reads need it: the last one may reach past the end of the file.
   int64_t length(int64_t offset) const { return std::min(chunk_bytes_, align_up(end_ - offset, kPage)); }
 
  private:
+  // Multiples of it modulo count meet each number once, and consecutive ones lie far apart: about the golden section.
+  static int64_t far_step(int64_t count) {
+    auto step = static_cast<int64_t>(0.618 * static_cast<double>(count)) + 1;
+    while (std::gcd(step, count) > 1) ++step;
+    return step;
+  }
+
   const int64_t chunk_bytes_;
   const int64_t end_;
+  const int64_t count_;
+  const int64_t step_;
   const double seconds_;
   const Clock::time_point start_ = Clock::now();
   std::atomic<int64_t> next_{0};

@@ -1,4 +1,4 @@
-// How fast storage gives bytes: one file, read once from its start, into a few buffers that are used over and over.
+// How fast storage gives bytes: one file, each byte read at most once, into a few buffers that are used over and over.
 // What `weightlift bench` and the benchmarks ask; no load does.
 #pragma once
 
@@ -19,6 +19,7 @@ struct MeasureOptions {
   bool direct = true;       // O_DIRECT
   int64_t chunk_bytes = 0;  // of one read; a multiple of 4096
   int queue_depth = 1;      // reads in flight; for pread and the reference, threads
+  bool random = false;      // the pieces of chunk_bytes in an order that no read ahead guesses; else from the start on
   bool huge_pages = true;   // of the buffers, which are touched before the clock starts
   int64_t max_bytes = INT64_MAX;
   double max_seconds = 1e9;  // then no read is started any more

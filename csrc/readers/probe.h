@@ -14,7 +14,6 @@ struct DirectIo {
   bool told = false;             // the file system says so of each file; else it was found out by reading this one
   int64_t memory_alignment = 0;  // bytes, a power of two; of the buffer's address
   int64_t offset_alignment = 0;  // bytes, a power of two; of the offset and the length of a read
-  bool told = false;             // by the file system (statx), instead of found by trying
   std::string reason;            // one sentence: why not usable, or "direct (unproven): ..."; else empty
 };
 

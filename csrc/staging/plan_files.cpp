@@ -107,7 +107,8 @@ void ReadPlanner::count(const Plan& plan) {
       (chunk.direct ? file.direct_bytes : file.buffered_bytes) += bytes;
       if (chunk.cached) file.cached_bytes += bytes;
       if (read.destination) stats_.in_place_bytes += bytes;
-      ReadStats::Size& size = stats_.sizes[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes)) - 1)];
+      auto& sizes = chunk.cached ? stats_.cached_sizes : chunk.direct ? stats_.direct_sizes : stats_.buffered_sizes;
+      ReadStats::Size& size = sizes[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes)) - 1)];
       ++size.num_reads;
       size.bytes += bytes;
     }

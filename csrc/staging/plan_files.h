@@ -52,12 +52,13 @@ struct ReadStats {
     int64_t num_reads = 0;
     int64_t bytes = 0;
   };
+  using Sizes = std::array<Size, 32>;  // [i]: reads of 2^i bytes and more, and of fewer than 2^(i+1)
   int64_t num_transfers = 0;
   int64_t bytes_needed = 0;
   int64_t in_place_bytes = 0;
   int64_t num_staged_chunks = 0;
   std::vector<File> files;
-  std::array<Size, 32> sizes;  // [i]: reads of 2^i bytes and more, and of fewer than 2^(i+1)
+  Sizes direct_sizes, buffered_sizes, cached_sizes;  // of all reads: each in one of them
 };
 
 // Plans batches as a Pipeline would, one by one, and reads nothing. Destinations are asked about, and not touched.

@@ -191,7 +191,7 @@ def make_warm(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> in
     """
 def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
-def measure_reads(path: str, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
+def measure_reads(path: str, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, random: bool = False, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
     """
     Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.
     """

@@ -20,6 +20,7 @@ import torch
 from . import _C
 from .available_memory import available_bytes
 from .config import LoadConfig, MiB, ResolvedConfig
+from .cost import Estimate, LoadCosts, ReadSize, Way
 from .entries import CheckpointFiles
 from .errors import listed, printable
 from .loading import Checkpoint, config_for_recording, open_checkpoint, open_files
@@ -27,7 +28,6 @@ from .program import Program
 from .regions import is_nested
 from .report import LoadReport, folded_lines, format_bytes, skipped_lines
 from .reserved import ReservedMemory
-from .settings import MERGE_GAP_BYTES
 from .storage import failure, file_report, make_planner
 from .tensor import CheckpointTensor, strides_of
 from .values import SMALL_BYTES
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from .filters import Filter
     from .loading import CheckpointPath
 
-# What a read costs on top of its bytes, as bytes of a running one: see MERGE_GAP_BYTES.
-_READ_COST_BYTES = 2 * MERGE_GAP_BYTES
 # In the place of a segment of the pipeline, for what is planned alone.
 _PLANNED_SEGMENT = -2
 # Enough to keep a queue of reads full for a while.
@@ -103,15 +101,6 @@ class FilePlan:
     bytes_read: int
     strategy: str  # "direct", "buffered", "direct (unproven)", or "mixed"
     reason: str  # why this strategy, in one sentence
-
-
-@dataclasses.dataclass(slots=True)
-class ReadSize:
-    """How many reads have `low` bytes or more, and fewer than twice as many."""
-
-    low: int
-    num_reads: int
-    bytes: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,10 +197,11 @@ class LoadPlan:
     Attributes:
         report: what its LoadReport would say, but for times and files.
         files: one for each file that would be read.
-        read_sizes: of all reads, ascending; sizes that do not occur are left out.
+        read_sizes: of all reads, ascending in each way to read; sizes that do not occur are left out.
         read_whole: files that the strategy first reads whole, into the page cache.
         memory: what it would take, of this rank.
         copies: those that were asked for.
+        hold_seconds: for so long at most, reading waits for recording to end.
     """
 
     report: LoadReport
@@ -220,10 +210,25 @@ class LoadPlan:
     read_whole: list[str]
     memory: MemoryLedger
     copies: list[PlannedCopy]
+    hold_seconds: float
 
-    def seconds_at(self, bytes_per_second: float) -> float:
-        """An estimate of the time that reading takes: at a bandwidth, each read costing as much as 32 KiB more."""
-        return (self.report.bytes_read + self.report.num_reads * _READ_COST_BYTES) / bytes_per_second
+    def estimate(self, costs: LoadCosts) -> Estimate:
+        """The time that the load takes, of a process that was made for it (weightlift/cost.py has the formula).
+
+        Its header is parsed, and its loaders run, in the time that planning took for that.
+        """
+        report = self.report
+        cached = sum(size.bytes for size in self.read_sizes if size.way == "cached")
+        record = report.seconds["record"]
+        return Estimate(
+            header=report.seconds["header"],
+            record=record,
+            hold=min(record, self.hold_seconds),
+            read=costs.seconds_of_reads(self.read_sizes),
+            memory=costs.seconds_of_memory(
+                self.memory.host_parameters, report.bytes_read - report.in_place_bytes + cached
+            ),
+        )
 
     def require_memory(self, available: int | None = None, *, on_device: int | None = None) -> None:
         """Raises MemoryError where what would be loaded can't fit.
@@ -277,7 +282,7 @@ class LoadPlan:
             f"{format_bytes(report.buffered_bytes)} buffered, {format_bytes(report.in_place_bytes)} in place",
         ]
         lines += [
-            f"  reads       {size.num_reads} of {_range(size.low)}: {format_bytes(size.bytes)}"
+            f"  reads       {size.num_reads} of {_range(size.low)}, {size.way}: {format_bytes(size.bytes)}"
             for size in self.read_sizes
         ]
         lines.append(
@@ -360,6 +365,11 @@ class PlanningProgram(Program):
         self._explain = frozenset(explain)
         self._explained: dict[int, PlannedCopy] = {}
         self._destinations: dict[str, torch.Tensor] = {}
+        self._hold_seconds = 0.0
+
+    def start_recording(self, *, hold_seconds: float) -> None:
+        self._hold_seconds = hold_seconds
+        super().start_recording(hold_seconds=hold_seconds)
 
     def name_destinations(self, names: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._explain:
@@ -486,10 +496,16 @@ class PlanningProgram(Program):
     def plan(self, report: LoadReport) -> LoadPlan:
         """All of it, beside a report that `fill_report` has filled."""
         files = []
-        sizes: list[tuple[int, int]] = []
+        sizes: list[ReadSize] = []
         if self._planner is not None:
             stats = self._planner.stats()
-            sizes = stats["sizes"]
+            ways: tuple[Way, ...] = ("direct", "buffered", "cached")
+            sizes = [
+                ReadSize(1 << power, number, num_bytes, way)
+                for way in ways
+                for power, (number, num_bytes) in enumerate(stats[f"{way}_sizes"])
+                if number
+            ]
             self.memory.staging = min(
                 self.settings.staging_bytes, stats["num_staged_chunks"] * self.settings.chunk_bytes
             )
@@ -503,12 +519,11 @@ class PlanningProgram(Program):
         return LoadPlan(
             report=report,
             files=files,
-            read_sizes=[
-                ReadSize(1 << power, number, num_bytes) for power, (number, num_bytes) in enumerate(sizes) if number
-            ],
+            read_sizes=sizes,
             read_whole=[shard.path for shard in self._read_ahead.whole] if self._read_ahead is not None else [],
             memory=dataclasses.replace(self.memory, transient=self.memory.transient + self._small.num_bytes),
             copies=list(self._explained.values()),
+            hold_seconds=self._hold_seconds,
         )
 
     def _explanation(self, id: int, dst: torch.Tensor, src: CheckpointTensor) -> dict[int, PlannedCopy]:
@@ -624,9 +639,11 @@ def plan_of(checkpoint: Checkpoint, report: LoadReport | None = None) -> LoadPla
     """The plan of what was recorded on a checkpoint of `open_plan`."""
     program = checkpoint._program
     assert isinstance(program, PlanningProgram)
+    found = checkpoint.report
     if report is None:
-        report = LoadReport(skipped=checkpoint.files.skipped)
-        program.fill_report(report)
+        report = found
+        report.skipped = checkpoint.files.skipped
+    report.seconds = found.seconds
     return program.plan(report)
 
 

@@ -6,198 +6,81 @@ The core does the reading (csrc/measure): this file says what is measured, and w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import mmap
 import os
 import shutil
+import stat
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from . import _C
 from .config import GiB, KiB, MiB
+from .filesystem import Mount, mount_of
 from .machine import machine, storage_of
-from .settings import CHUNK_BYTES, MAX_THREADS, QUEUE_DEPTH
-
-ReaderName = Literal["io_uring", "pread", "reference", "fio"]
-State = Literal["cold", "warm"]
-_OURS: tuple[ReaderName, ...] = ("io_uring", "pread")
+from .report import format_bytes
+from .settings import CHUNK_BYTES, MAX_THREADS, NETWORK_CHUNK_BYTES, NETWORK_QUEUE_DEPTH, QUEUE_DEPTH
+from .storage_figures import LOAD_READERS, Figure, Point, ReaderName, StorageFigures
 
 REFERENCE_CHUNK_BYTES = 4 * MiB
+_PIECE_BYTES, _LARGE_PIECE_BYTES, _LARGE_CHUNK_BYTES = 4 * KiB, 64 * KiB, 8 * MiB
 _MAX_BUFFER_BYTES = 256 * MiB  # what a load's staging takes by default
 _COLD_FRACTION, _WARM_FRACTION = 0.01, 0.99  # of the file in the page cache: at most, at least
 _ROUNDS = 3
 _QUICK_SECONDS = 20.0
-# Settings that differ by less are taken to be equally fast, and the cheaper one is recommended: medians of three rounds
-# and more, and of fewer.
-_TOLERANCE, _TOLERANCE_OF_FEW = 0.03, 0.1
 _WRITE_BYTES = 4 * MiB
+_FRESH_BYTES = 256 * MiB
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """What is measured: a way to read, and the state of the page cache that it meets."""
-
-    reader: ReaderName
-    direct: bool
-    state: State
-    chunk_bytes: int
-    queue_depth: int
-    huge_pages: bool = True
-
-    def __str__(self) -> str:
-        how = "direct" if self.direct else "buffered"
-        size = f"{self.chunk_bytes // MiB} MiB" if self.chunk_bytes >= MiB else f"{self.chunk_bytes // KiB} KiB"
-        pages = "" if self.huge_pages else ", small pages"
-        return f"{self.reader} {how}, {size} x {self.queue_depth}{pages}"
+def default_point(mount: Mount) -> Point:
+    """How a load reads there what is not in the page cache, if nothing is set (settings.py, prefetch.py)."""
+    if mount.is_network:
+        return Point("pread", False, "cold", NETWORK_CHUNK_BYTES, NETWORK_QUEUE_DEPTH)
+    return Point("io_uring", True, "cold", CHUNK_BYTES, QUEUE_DEPTH)
 
 
-@dataclasses.dataclass
-class Figure:
-    """What was measured of a point.
+def points(default: Point, *, quick: bool, num_threads: int | None = None) -> list[Point]:
+    """What is measured where a load reads as `default` says.
 
-    Attributes:
-        samples: bytes per second, one of each round.
-        latency: seconds that a read took, of the median round: p50, p90, p99, max.
-        cpu_seconds_per_gb: processor time of the process, user and system, for 10^9 bytes, of the median round; None
-            for fio, which is another process.
-        cached: the fraction of what is read in the page cache before the round that was furthest from what the point's
-            state says; None where that can't be told.
-        verified: whether that was what the state says: at most 1 % when cold, at least 99 % when warm.
+    Args:
+        num_threads: that read out of the page cache; by default as many as of a load.
     """
-
-    point: Point
-    samples: list[float]
-    latency: dict[str, float]
-    cpu_seconds_per_gb: float | None
-    cached: float | None
-    verified: bool
-
-    @property
-    def bytes_per_second(self) -> float:
-        return statistics.median(self.samples)
-
-    def to_dict(self) -> dict[str, Any]:
-        figures = {name: value for name, value in vars(self).items() if name != "point"}
-        return {**dataclasses.asdict(self.point), "bytes_per_second": self.bytes_per_second, **figures}
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
-    """What to set for loads from this storage.
-
-    Attributes:
-        settings: fields of LoadConfig; none: leave all to weightlift.
-        bytes_per_second: what was measured with them, cold.
-        reason: in words.
-    """
-
-    settings: dict[str, Any]
-    bytes_per_second: float
-    reason: str
-
-
-@dataclasses.dataclass
-class StorageFigures:
-    """All that was measured, and on what."""
-
-    path: str
-    file_bytes: int
-    machine: dict[str, Any]
-    storage: dict[str, Any]
-    figures: list[Figure]
-    notes: list[str]
-
-    def of(self, state: State, *readers: ReaderName) -> list[Figure]:
-        """The figures of these readers into huge pages, fastest first, but for those found in another state."""
-        found = [
-            figure
-            for figure in self.figures
-            if figure.point.state == state
-            and figure.point.reader in readers
-            and figure.point.huge_pages
-            and (figure.verified or figure.cached is None)
-        ]
-        return sorted(found, key=lambda figure: -figure.bytes_per_second)
-
-    @property
-    def recommendation(self) -> Recommendation | None:
-        """None where nothing was read cold."""
-        figures = self.of("cold", *_OURS)
-        if not figures:
-            return None
-        best = figures[0]
-        tolerance = _TOLERANCE if len(best.samples) >= _ROUNDS else _TOLERANCE_OF_FEW
-        within = f"within {tolerance:.0%} of the best"
-        good = [f for f in figures if f.bytes_per_second >= (1 - tolerance) * best.bytes_per_second]
-        default = next((f for f in good if f.point == DEFAULT_POINT), None)
-        if default is not None:
-            return Recommendation({}, default.bytes_per_second, f"the defaults are {within}")
-        # io_uring before threads, direct before buffered, little memory before much.
-        figure = min(
-            good, key=lambda f: (f.point.reader, not f.point.direct, f.point.chunk_bytes * f.point.queue_depth)
-        )
-        point = figure.point
-        settings: dict[str, Any] = {"chunk_bytes": point.chunk_bytes}
-        if not point.direct:
-            settings |= {"strategy": "buffered"}
-        if not point.direct or point.reader != "io_uring":
-            settings |= {"backend": point.reader}
-        threads = point.reader == "pread" and not point.direct
-        settings |= {"num_threads" if threads else "queue_depth": point.queue_depth}
-        reason = "the best" if figure is best else f"the least memory {within}"
-        return Recommendation(settings, figure.bytes_per_second, reason)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that ``json.dumps`` takes. `read_bandwidth` reads it."""
-        recommendation, warm = self.recommendation, self.of("warm", *_OURS)
-        return {
-            "path": self.path,
-            "file_bytes": self.file_bytes,
-            "machine": self.machine,
-            "storage": self.storage,
-            "bandwidth": {
-                "cold": recommendation.bytes_per_second if recommendation else None,
-                "warm": warm[0].bytes_per_second if warm else None,
-            },
-            "recommendation": dataclasses.asdict(recommendation) if recommendation else None,
-            "figures": [figure.to_dict() for figure in self.figures],
-            "notes": self.notes,
-        }
-
-
-DEFAULT_POINT = Point("io_uring", True, "cold", CHUNK_BYTES, QUEUE_DEPTH)
-
-
-def points(*, quick: bool, num_threads: int | None = None) -> list[Point]:
-    """What is measured. Buffered reads by threads use `num_threads`, by default as many as a load would."""
     threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    chunks = (
-        (512 * KiB, 2 * MiB, 8 * MiB) if quick else (128 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB)
-    )
-    depths = (1, 4, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64, 128)
+    depth = default.queue_depth
+    coarse = _grid((512 * KiB, 2 * MiB, 8 * MiB), (1, 4, depth, 64))
+    fine = _grid((128 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB), (1, 2, 4, 8, 16, 32, 64, 128))
+    # Direct reads, which are what a load makes where it can.
     reference_depths = (4, 16) if quick else (1, 2, 4, 8, 16, 32)
-    grid = [(chunk, depth) for chunk in chunks for depth in depths if chunk * depth <= _MAX_BUFFER_BYTES]
-    found = [Point("reference", True, "cold", REFERENCE_CHUNK_BYTES, depth) for depth in reference_depths]
-    found += [Point("io_uring", True, "cold", chunk, depth) for chunk, depth in grid]
-    few = [(CHUNK_BYTES, depth) for depth in (4, QUEUE_DEPTH)] if quick else grid
-    found += [Point("pread", True, "cold", chunk, depth) for chunk, depth in few if depth <= QUEUE_DEPTH]
-    found.append(Point("io_uring", True, "cold", CHUNK_BYTES, QUEUE_DEPTH, huge_pages=False))
-    found.append(Point("fio", True, "cold", REFERENCE_CHUNK_BYTES, QUEUE_DEPTH, huge_pages=False))
-    buffered: list[tuple[ReaderName, int, int]] = [
-        ("pread", CHUNK_BYTES, threads),
-        ("io_uring", CHUNK_BYTES, QUEUE_DEPTH),
-    ]
+    found = [Point("reference", True, "cold", REFERENCE_CHUNK_BYTES, d) for d in reference_depths]
+    found += [Point("io_uring", True, "cold", chunk, d) for chunk, d in (coarse if quick else coarse + fine)]
+    found += [Point("pread", True, "cold", chunk, d) for chunk, d in ([(CHUNK_BYTES, 4)] if quick else coarse)]
+    found += [Point("pread", True, "cold", chunk, depth) for chunk in (CHUNK_BYTES, _LARGE_CHUNK_BYTES)]
+    found.append(Point("io_uring", True, "cold", CHUNK_BYTES, depth, huge_pages=False))
+    found.append(Point("fio", True, "cold", REFERENCE_CHUNK_BYTES, depth, huge_pages=False))
+    # Pieces: what one costs when it is waited for, and in a full queue.
+    found.append(Point("io_uring", True, "cold", _PIECE_BYTES, 1, random=True))
+    for size in (_PIECE_BYTES, _LARGE_PIECE_BYTES):
+        found += [Point(reader, True, "cold", size, depth, random=True) for reader in LOAD_READERS]
+        found.append(Point("pread", False, "cold", size, depth, random=True))
+    # Through the page cache, and out of it.
+    found += [Point("pread", False, "cold", chunk, depth) for chunk in (CHUNK_BYTES, _LARGE_CHUNK_BYTES)]
+    found.append(Point("io_uring", False, "cold", CHUNK_BYTES, depth))
+    found += [Point("pread", False, "warm", CHUNK_BYTES, threads, huge_pages=huge) for huge in (True, False)]
+    found.append(Point("io_uring", False, "warm", CHUNK_BYTES, depth))
     if not quick:
-        buffered += [("pread", chunk, depth) for chunk in chunks for depth in (1, 2 * threads, 4 * threads)]
-        buffered += [("io_uring", chunk, depth) for chunk, depth in grid]
-    for state in ("cold", "warm"):
-        found += [Point(reader, False, state, chunk, depth) for reader, chunk, depth in buffered]
-        found.append(Point("pread", False, state, CHUNK_BYTES, threads, huge_pages=False))
+        found += [Point(reader, False, "cold", chunk, d) for reader in LOAD_READERS for chunk, d in coarse]
+        found += [Point("io_uring", False, "warm", chunk, d) for chunk, d in coarse]
+        found += [Point("pread", False, "warm", chunk, d) for chunk, _ in coarse for d in (1, 2 * threads, 4 * threads)]
     return list(dict.fromkeys(found))
+
+
+def _grid(chunks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(chunk, depth) for chunk in chunks for depth in depths if chunk * depth <= _MAX_BUFFER_BYTES]
 
 
 def measure_storage(
@@ -222,6 +105,7 @@ def measure_storage(
 
     Raises:
         OSError: the file can't be written or read.
+        ValueError: it is empty, or the path is that of something else.
     """
     num_bytes = file_bytes or (GiB // 2 if quick else 2 * GiB)
     seconds = 1.0 if quick else 4.0
@@ -230,13 +114,16 @@ def measure_storage(
         num_bytes = min(num_bytes, os.path.getsize(file))
         if not num_bytes:
             raise ValueError(f"{path}: there is nothing to read in an empty file")
-        wanted = points(quick=quick)
+        default = default_point(mount_of(file))
+        wanted = points(default, quick=quick)
         runs: dict[Point, list[dict[str, Any]]] = {}
         refused: set[tuple[ReaderName, bool]] = set()
+        fresh: list[float] = []
         started, rounds_done = time.monotonic(), 0
         while rounds_done < (rounds or _ROUNDS):
             if quick and rounds is None and time.monotonic() - started > _QUICK_SECONDS:
                 break
+            fresh.append(_fresh_bytes_per_second())
             for number, point in enumerate(wanted):
                 if (point.reader, point.direct) in refused:
                     continue
@@ -250,45 +137,39 @@ def measure_storage(
                         notes.append(note)
             rounds_done += 1
         figures = [_figure_of(point, samples) for point, samples in runs.items() if samples]
-        return StorageFigures(path, num_bytes, machine(), storage_of(file), figures, notes)
-
-
-def read_bandwidth(path: str) -> float:
-    """The bytes per second that a file written by ``weightlift bench --json`` tells: cold, or warm if that is all.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it is no such file, or it tells none.
-    """
-    with open(path, encoding="utf-8") as file:
-        try:
-            measured = json.load(file)["bandwidth"]
-            bandwidth = measured["warm"] if measured["cold"] is None else measured["cold"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}: expected what weightlift bench --json writes, found something else") from None
-    if not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
-        raise ValueError(f"{path}: expected a bandwidth in bytes per second, found {bandwidth!r}; measure again")
-    return float(bandwidth)
+        return StorageFigures(
+            path, num_bytes, machine(), storage_of(file), default, figures, statistics.median(fresh), notes
+        )
 
 
 @contextlib.contextmanager
 def _file_at(path: str, num_bytes: int, max_seconds: float) -> Iterator[str]:
     """A file to read: the one at the path, or one of random bytes in that folder while the block runs."""
-    if not os.path.isdir(path):
+    kind = os.stat(path).st_mode
+    if stat.S_ISREG(kind):
         yield path
         return
+    if not stat.S_ISDIR(kind):
+        raise ValueError(f"{path}: expected a folder or a file; found neither")
     free = shutil.disk_usage(path).free
     if free < num_bytes + GiB:
-        raise OSError(f"{path}: {num_bytes / GiB:.1f} GiB are to be written and 1 GiB kept free; {free / GiB:.1f} are")
+        raise OSError(
+            f"{path}: {format_bytes(num_bytes)} are to be written there and 1 GiB kept free, and {format_bytes(free)} "
+            "are free; measure less, or a file that is there"
+        )
     with tempfile.NamedTemporaryFile(prefix=".weightlift-bench-", dir=path, buffering=0) as file:
         # Random, since file systems that compress would make less of it; slow storage gets a smaller file.
         deadline = time.monotonic() + max_seconds
         written = 0
-        while written < num_bytes and (time.monotonic() < deadline or written < 64 * MiB):
-            written += file.write(os.urandom(min(_WRITE_BYTES, num_bytes - written)))
-            if written % (64 * MiB) == 0:
-                os.fsync(file.fileno())
-        os.fsync(file.fileno())
+        try:
+            while written < num_bytes and (time.monotonic() < deadline or written < 64 * MiB):
+                written += file.write(os.urandom(min(_WRITE_BYTES, num_bytes - written)))
+                if written % (64 * MiB) == 0:
+                    os.fsync(file.fileno())
+            os.fsync(file.fileno())
+        except OSError as error:
+            problem = f"{error.strerror}, after {format_bytes(written)} of a file to measure by"
+            raise OSError(error.errno, problem, path) from None
         yield file.name
 
 
@@ -304,12 +185,33 @@ def _measure(file: str, point: Point, num_bytes: int, seconds: float) -> dict[st
             direct=point.direct,
             chunk_bytes=point.chunk_bytes,
             queue_depth=point.queue_depth,
+            random=point.random,
             huge_pages=point.huge_pages,
             max_bytes=num_bytes,
             max_seconds=seconds,
         )
     )
     return {**run, "cached": None if cached < 0 else cached / num_bytes}
+
+
+def _fresh_bytes_per_second() -> float:
+    """How fast memory comes that is asked for as a load's destination is: huge pages, by one thread; at its best.
+
+    In a virtual machine the first of several may take ten times as long, while the host finds memory for it.
+    """
+    return _FRESH_BYTES / min(_seconds_of_fresh_memory() for _ in range(3))
+
+
+def _seconds_of_fresh_memory() -> float:
+    with mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        started = time.perf_counter()
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # an old kernel
+            memory[:: mmap.PAGESIZE] = bytes(_FRESH_BYTES // mmap.PAGESIZE)
+        return time.perf_counter() - started
 
 
 def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def _draw_throughput(figures: list[dict[str, Any]], axes: Any) -> None:
     _set_chunk_axis(axes, grid)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s")
-    axes.set_title("cold direct reads")
+    pieces = sorted({f["chunk_bytes"] for f in grid if f.get("random")})
+    axes.set_title("cold direct reads" + (f"; {' and '.join(map(_size, pieces))} in random order" if pieces else ""))
     axes.legend(fontsize="small")
 
 

@@ -260,9 +260,11 @@ TEST_CASE("a planner counts what the pipeline reads, and opens files only while 
     CHECK(planned.in_place_bytes == read.in_place_bytes);
     int64_t num_reads = 0;
     int64_t bytes = 0;
-    for (const ReadStats::Size& size : planned.sizes) {
-      num_reads += size.num_reads;
-      bytes += size.bytes;
+    for (const ReadStats::Sizes& sizes : {planned.direct_sizes, planned.buffered_sizes, planned.cached_sizes}) {
+      for (const ReadStats::Size& size : sizes) {
+        num_reads += size.num_reads;
+        bytes += size.bytes;
+      }
     }
     CHECK(num_reads == read.num_reads);
     CHECK(bytes == read.bytes_read);

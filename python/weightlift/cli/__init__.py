@@ -70,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; ``weightlift --help`` lists them.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
     try:
         options = _parser().parse_args(arguments)
+        as_json = options.json in (True, "-")  # not where the document goes into a file
         if problem := bad_setting():
             raise CommandError(problem, exit_code=2)
         exit_code: int = options.run(options)
@@ -84,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("weightlift: interrupted", file=sys.stderr)
         return 130
     except CommandError as error:
-        return _report(error, error.exit_code, as_json="--json" in arguments)
+        return _report(error, error.exit_code, as_json=as_json)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        return _report(error, 1, as_json="--json" in arguments)
+        return _report(error, 1, as_json=as_json)
     return exit_code
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 
 from weightlift.cli.errors import CommandError
 from weightlift.config import MiB, environment_variable, parse_size
 from weightlift.report import format_bytes
-from weightlift.storage_bench import Figure, Point, StorageFigures, measure_storage
+from weightlift.storage_bench import measure_storage
+from weightlift.storage_figures import Figure, Point, StorageFigures
 
 NAME = "bench"
 HELP = (
@@ -18,7 +22,7 @@ HELP = (
     "for loads from it. Takes some minutes, or less than one with --quick."
 )
 
-_MAX_ROWS = 12
+_MAX_ROWS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,7 @@ def _size(text: str) -> int:
     except ValueError:
         size = 0
     if size < 16 * MiB:
-        raise argparse.ArgumentTypeError(f"expected at least 16MiB, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, KiB, MiB or GiB, at least 16MiB, found {text!r}")
     return size
 
 
@@ -63,13 +67,20 @@ def run(options: argparse.Namespace) -> int:
             raise CommandError(
                 "--plot draws with matplotlib, which is not installed (pip install 'weightlift[bench]')", exit_code=2
             ) from error
-    figures = measure_storage(
-        options.path,
-        quick=options.quick,
-        rounds=options.rounds,
-        file_bytes=options.size,
-        on_progress=_show_progress,
-    )
+        os.makedirs(options.plot, exist_ok=True)
+    to_file = options.json not in (None, "-")
+    if to_file:
+        target = options.json if os.path.exists(options.json) else os.path.dirname(options.json) or "."
+        if not os.access(target, os.W_OK):  # better told now than after minutes
+            raise CommandError(f"--json {options.json}: it can't be written there; name another file", exit_code=2)
+    with _ended_by_signals():
+        figures = measure_storage(
+            options.path,
+            quick=options.quick,
+            rounds=options.rounds,
+            file_bytes=options.size,
+            on_progress=_show_progress,
+        )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     document = figures.to_dict()
@@ -77,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document, indent=2))
     else:
         print("\n".join(_lines(figures, show_all=options.all)))
-    if options.json not in (None, "-"):
+    if to_file:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
     if options.plot is not None:
@@ -85,6 +96,24 @@ def run(options: argparse.Namespace) -> int:
             if options.json != "-":
                 print(f"plot: {plot}")
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program by an exception, so that the file that was written is removed."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    # Not where one is ignored, as under nohup.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _show_progress(rounds_done: int, done: int, total: int, point: Point) -> None:
@@ -125,16 +154,22 @@ def _lines(figures: StorageFigures, *, show_all: bool) -> Iterator[str]:
             yield "  ".join((first.ljust(widths[0]), *cells, last)).rstrip()
         if len(shown) < len(of_state):
             yield f"... and {len(of_state) - len(shown)} slower ones (--all)"
+    costs = figures.costs
+    yield (
+        f"memory: fresh huge pages {costs.fresh_bytes_per_second / 1e9:.2f} GB/s by one thread, "
+        f"copies {costs.copy_bytes_per_second / 1e9:.2f} GB/s"
+    )
     yield from (f"note: {note}" for note in figures.notes)
     yield from _advice(figures)
 
 
 def _fastest(figures: list[Figure]) -> list[Figure]:
-    """The fastest, and the fastest of each way to read."""
+    """The fastest, the fastest of each way to read, and all of random pieces, of which there are few."""
     by_speed = sorted(figures, key=lambda figure: -figure.bytes_per_second)
-    ways: dict[tuple[str, bool, bool], Figure] = {}
+    ways: dict[object, Figure] = {}
     for figure in by_speed:
-        ways.setdefault((figure.point.reader, figure.point.direct, figure.point.huge_pages), figure)
+        point = figure.point
+        ways.setdefault(point if point.random else (point.reader, point.direct, point.huge_pages), figure)
     others = [figure for figure in by_speed if figure not in ways.values()]
     kept = [*ways.values(), *others[: max(0, _MAX_ROWS - len(ways))]]
     return [figure for figure in by_speed if figure in kept]

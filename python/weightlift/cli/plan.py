@@ -11,12 +11,12 @@ from weightlift.checkpoint import CheckpointSource
 from weightlift.cli import parallel, quantization, source
 from weightlift.cli.errors import CommandError
 from weightlift.config import LoadConfig, Strategy, parse_size
+from weightlift.cost import LoadCosts
 from weightlift.errors import CheckpointError
 from weightlift.model.planning import plan_model
 from weightlift.model.registry import model_class
 from weightlift.model.skeleton import config_of
 from weightlift.plan import LoadPlan, Slice, measure_bandwidth, plan_checkpoint
-from weightlift.storage_bench import read_bandwidth
 
 NAME = "plan"
 HELP = (
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bandwidth = parser.add_mutually_exclusive_group()
     bandwidth.add_argument("--bandwidth", type=_bandwidth, metavar="GB/S", help="of the storage, to estimate the time")
     bandwidth.add_argument(
-        "--bench", metavar="FILE", help="take that from what `weightlift bench --json FILE` measured, cold"
+        "--bench", metavar="FILE", help="estimate it with what `weightlift bench --json FILE` measured"
     )
     bandwidth.add_argument(
         "--measure", action="store_true", help="read up to 256 MiB of the largest tensors to measure it"
@@ -85,13 +85,15 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options)
     if options.device_memory is not None:
         plan.memory = plan.memory.on_device()
-    bandwidth = options.bandwidth
-    if options.bench is not None:
-        bandwidth = read_bandwidth(options.bench) / 1e9
+    bandwidth, costs = options.bandwidth, None
     if options.measure:
         config = LoadConfig(strategy=options.strategy)
         bandwidth = measure_bandwidth(source.source_of(options), config=config) / 1e9
-    seconds = None if bandwidth is None else plan.seconds_at(bandwidth * 1e9)
+    if options.bench is not None:
+        costs = LoadCosts.from_bench(options.bench)
+    elif bandwidth is not None:
+        costs = LoadCosts.of_bandwidth(bandwidth * 1e9)
+    estimate = None if costs is None else plan.estimate(costs)
     available = available_bytes() if options.memory is None else options.memory
     try:
         plan.require_memory(available, on_device=options.device_memory)
@@ -102,13 +104,14 @@ def run(options: argparse.Namespace) -> int:
     document["memory"]["available"] = available
     document["fits"] = problem is None
     document["bandwidth"] = bandwidth
-    document["seconds"] = seconds
+    document["seconds"] = None if estimate is None else estimate.total
+    document["estimate"] = None if estimate is None else estimate.to_dict()
     if options.json:
         print(json.dumps(document, indent=2))
     else:
         print(plan)
-        if seconds is not None:
-            print(f"  time        about {seconds:.2f} s at {bandwidth:.3g} GB/s")
+        if estimate is not None:
+            print(f"  time        {estimate}" + ("" if bandwidth is None else f" at {bandwidth:.3g} GB/s"))
         if plan.copies:
             print(plan.explanation())
     if problem is not None:
