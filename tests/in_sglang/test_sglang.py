@@ -98,6 +98,14 @@ def test_sglang_finds_the_plugin() -> None:
     assert LOAD_FORMAT_CHOICES.count("weightlift") == 1
 
 
+def test_command_line_takes_the_load_format(folder: Path) -> None:
+    loader()  # registers it
+    from sglang.srt.server_args import prepare_server_args
+
+    arguments = ["--model-path", str(folder), "--device", "cpu", "--load-format", "weightlift"]
+    assert prepare_server_args(arguments).load_format == "weightlift"
+
+
 def test_settings_are_those_of_load_config() -> None:
     made = loader(queue_depth=4, strategy="buffered", report_dir="reports")
     assert (made._config.queue_depth, made._config.strategy, made._report_dir) == (4, "buffered", "reports")
