@@ -1,4 +1,4 @@
-"""Prints README's table of settings, made from LoadConfig; with --write, puts it into README.md."""
+"""Prints the table of settings, made from LoadConfig; with --write, puts it into docs/settings.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weightlift.config import OPTIONS, environment_variable
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN, END = "<!-- settings: made by scripts/config_table.py -->\n", "<!-- end of settings -->\n"
 
 
@@ -22,9 +22,9 @@ def table() -> str:
 
 def main() -> None:
     if "--write" in sys.argv[1:]:
-        before, rest = README.read_text().split(BEGIN)
+        before, rest = PAGE.read_text().split(BEGIN)
         after = rest.split(END)[1]
-        README.write_text(before + BEGIN + table() + END + after)
+        PAGE.write_text(before + BEGIN + table() + END + after)
     else:
         print(table(), end="")
 

@@ -1,20 +1,17 @@
-"""The examples of docs/quantization.md run, in order and in one namespace, and its tables say what there is."""
+"""The tables of docs/quantization.md say what there is."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, NO_CHECKPOINTS, WriteCheckpoint
-from quant_models import tensors_of
 
 from weightlift.model import FusedMoE, ParallelConfig, ReplicatedLinear
 from weightlift.model.model_config import ModelConfig
-from weightlift.model.quantization import base, read_quantization, registered_quantization_configs
+from weightlift.model.quantization import read_quantization, registered_quantization_configs
 from weightlift.model.quantization.base import Target
 from weightlift.model.quantization.online import SCHEMES
 
@@ -125,43 +122,3 @@ def builds(make: Any, quant_config: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason=NO_CHECKPOINTS)
-def test_the_examples_run(
-    tmp_path: Path,
-    write_checkpoint: WriteCheckpoint,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(base, "_configs", dict(base._configs))
-    source = CHECKPOINTS / "llama128"
-    scaled = {}
-    for name, tensor in tensors_of(source).items():
-        scaled[name] = tensor
-        if "_proj." in name:
-            scaled[name] = (tensor * 8).half()
-            scaled[f"{name}_scale"] = torch.tensor(1 / 8)
-    scaled_checkpoint = write_checkpoint(tmp_path / "scaled", scaled)
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "scaled"}}
-    (scaled_checkpoint / "config.json").write_text(json.dumps(config))
-
-    namespace: dict[str, Any] = {
-        "fp8_checkpoint": CHECKPOINTS / "fp8",
-        "hf_checkpoint": source,
-        "image": tmp_path / "image",
-        "scaled_checkpoint": scaled_checkpoint,
-    }
-    examples = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 5
-    for example in examples:
-        exec(example, namespace)
-
-    assert capsys.readouterr().out == "(16, 1024) torch.int32\n"
-    expected = namespace["model"].state_dict()
-    for name, tensor in namespace["again"].state_dict().items():
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        found, plain = (namespace[name](tokens) for name in ("scaled", "quantised"))
-    assert (found - plain).norm() < 0.1 * plain.norm()

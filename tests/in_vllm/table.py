@@ -1,4 +1,4 @@
-"""The table in docs/vllm.md: what recording vLLM's own loaders came to, model by model."""
+"""The table in docs/engines/vllm.md: what recording vLLM's own loaders came to, model by model."""
 
 from __future__ import annotations
 
