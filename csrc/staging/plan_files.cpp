@@ -46,15 +46,21 @@ Plan plan_files(std::vector<Transfer> transfers, std::optional<SharedReads> shar
   PlanOptions plan_options;
   plan_options.chunk_bytes = options.chunk_bytes;
   plan_options.merge_gap_bytes = options.merge_gap_bytes;
-  // What the kernel reads ahead of shared bytes may be bytes that only one process wants, and reads past the page
-  // cache.
-  for (int32_t file : shared ? files_of(transfers) : std::vector<int32_t>{}) file_at(file).stop_read_ahead();
   plan_options.shared = std::move(shared);
   plan_options.mode_of = [&](int32_t file, ByteRange window) {
     return file_at(file).mode_of(options.strategy, window);
   };
   if (options.advise_hugepages) plan_options.can_prepare = pages_untouched;
-  return plan_reads(std::move(transfers), plan_options);
+  Plan plan = plan_reads(std::move(transfers), plan_options);
+  // What the kernel reads ahead of shared bytes may be what only one process wants, and reads past the page cache.
+  // Where all is shared it may pay, by larger folios: 0.98 GB to each of four ranks, on two busy cores, took 0.9 to 1.5
+  // s of system time, and 1.5 s without.
+  int32_t last_file = -1;
+  for (const Chunk& chunk : plan.chunks) {
+    const int32_t file = plan.reads[static_cast<size_t>(chunk.first_read)].file;
+    if (plan_options.shared && chunk.direct && std::exchange(last_file, file) != file) file_at(file).stop_read_ahead();
+  }
+  return plan;
 }
 
 void name_transfer(Fault& fault, std::span<const Transfer> transfers) {
