@@ -12,7 +12,7 @@ NATIVE_SOURCES = $(shell find csrc tests/native tests/fuzz benchmarks/native -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-python test-native test-sanitize test-vllm lint stubs format bench bench-load bench-storage \
-	bench-ops bench-rivals paper fuzz clean
+	bench-cost bench-ops bench-rivals paper fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench-load: setup  ## Speed and memory beside safetensors and plain reads (BENCH
 bench-storage: setup  ## Readers, read sizes, depths and pages on any storage (STORAGE=/mnt/nvme STORAGE_ARGS="--mib=512")
 	@scripts/native_bench.sh bench_storage --path=$(STORAGE) --benchmark_out=build/bench_storage.json $(STORAGE_ARGS)
 	@$(BIN)/python -m benchmarks.storage build/bench_storage.json build/bench_storage
+
+bench-cost: setup  ## What `weightlift plan --bench` estimates, held against real cold loads (BENCH_ARGS="--throttle 0.5")
+	$(BIN)/python -m benchmarks.cost_model $(BENCH_ARGS)
 
 bench-ops: setup  ## Speed of each fused op beside memcpy (BENCH_ARGS="--benchmark_filter=awq")
 	@scripts/native_bench.sh bench_ops $(BENCH_ARGS)

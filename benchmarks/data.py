@@ -37,7 +37,7 @@ EXPERT_SHAPE = (132, 256)
 SCALE_SHAPE = (2, 2)
 
 
-def llama(gibibytes: int) -> Path:
+def llama(gibibytes: float) -> Path:
     """A folder with a Llama-like checkpoint of about that size, in shards of 5 layers."""
     num_layers = round(gibibytes * GIB / _LAYER_BYTES)
     shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
@@ -46,7 +46,7 @@ def llama(gibibytes: int) -> Path:
             shards.append({})
         for name, shape in _LAYER.items():
             shards[-1][f"model.layers.{layer}.{name}"] = (shape, torch.bfloat16)
-    return _written(f"llama-{gibibytes}GiB", shards)
+    return _written(f"llama-{gibibytes:g}GiB", shards)
 
 
 def llama_model(gibibytes: float, *, fp8: bool = False) -> Path:
