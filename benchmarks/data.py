@@ -37,16 +37,16 @@ EXPERT_SHAPE = (132, 256)
 SCALE_SHAPE = (2, 2)
 
 
-def llama(gibibytes: float, *, layers_per_shard: int = 5) -> Path:
-    """A folder with a Llama-like checkpoint of about that size."""
+def llama(gibibytes: float) -> Path:
+    """A folder with a Llama-like checkpoint of about that size, in shards of 5 layers."""
     num_layers = round(gibibytes * GIB / _LAYER_BYTES)
     shards: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
     for layer in range(num_layers):
-        if layer % layers_per_shard == 0:
+        if layer % 5 == 0:
             shards.append({})
         for name, shape in _LAYER.items():
             shards[-1][f"model.layers.{layer}.{name}"] = (shape, torch.bfloat16)
-    return _written(f"llama-{gibibytes:g}GiB" + f"-by-{layers_per_shard}" * (layers_per_shard != 5), shards)
+    return _written(f"llama-{gibibytes:g}GiB", shards)
 
 
 def llama_model(gibibytes: float, *, fp8: bool = False) -> Path:
