@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weightlift import ops
 from weightlift.ops import fp8
+from weightlift.ops._library import Compat
 
 gpu = pytest.mark.gpu
 
@@ -117,7 +118,7 @@ def test_repack_of_golden_data_whose_rows_are_outputs(case: Case) -> None:
 @gpu
 @pytest.mark.parametrize("case", cases("fp8_requant_max_scale"))
 @pytest.mark.parametrize("compat", [None, "vllm"])
-def test_requantisation_of_golden_data(case: Case, compat: ops.fp8.Compat) -> None:
+def test_requantisation_of_golden_data(case: Case, compat: Compat) -> None:
     check(
         ops.requantize_with_max_scale,
         case["weight"],
@@ -130,7 +131,7 @@ def test_requantisation_of_golden_data(case: Case, compat: ops.fp8.Compat) -> No
 @gpu
 @pytest.mark.parametrize("case", cases("online_quant", kind="online_quant"))
 @pytest.mark.parametrize("compat", [None, "vllm"])
-def test_quantising_golden_data(case: Case, compat: ops.fp8.Compat) -> None:
+def test_quantising_golden_data(case: Case, compat: Compat) -> None:
     source = case.parameters.get("weight_from")
     weight = (Case(case.topic, source, {}) if source else case)["weight"]
     dtype = FN if case.parameters["target"] == "e4m3fn" else FNUZ
@@ -208,7 +209,7 @@ def test_e4m3fn_to_e4m3fnuz(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [FN, FNUZ])
 @pytest.mark.parametrize("compat", [None, "vllm"])
 @pytest.mark.parametrize("scales", [[0.3], [0.25, 1.5, 0.0], [1e-3, -448.0]])
-def test_requantising_to_the_largest_scale(dtype: torch.dtype, compat: ops.fp8.Compat, scales: list[float]) -> None:
+def test_requantising_to_the_largest_scale(dtype: torch.dtype, compat: Compat, scales: list[float]) -> None:
     widths = [7, 0, 33][: len(scales)]
     weight = fp8_bytes(sum(widths), 100, dtype=dtype)
     check(ops.requantize_with_max_scale, weight, torch.tensor(scales), widths, compat=compat)
@@ -248,7 +249,7 @@ def test_requantising_with_scales_at_an_address_is_that_with_known_ones(
 @pytest.mark.parametrize("padded", [False, True])
 def test_marlin_repacks(bits: int, a8: bool, padded: bool) -> None:
     k, n = 160, 192
-    pad = {"padded_nk": (n + 64, k + 96)} if padded else {}
+    pad: dict[str, Any] = {"padded_nk": (n + 64, k + 96)} if padded else {}
     per_word = 32 // bits
     check(ops.gptq_marlin_repack, words(k // per_word, n), k, n, bits, a8, **pad)
     check(ops.awq_marlin_repack, words(k, n // per_word), k, n, bits, a8, **pad)
@@ -335,7 +336,7 @@ def test_ops_wait_for_what_their_stream_does_before_and_for_no_other() -> None:
     weight = floats(512, 4096)
     expected, expected_scale = ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)
     source = weight.cuda()
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
         late = torch.zeros_like(source)
@@ -367,7 +368,7 @@ def test_ops_are_captured_in_a_cuda_graph() -> None:
         q, scale = ops.scaled_fp8_quant(source)
     other = floats(64, 128, seed=1)
     source.copy_(other)
-    graph.replay()  # type: ignore[no-untyped-call]
+    graph.replay()
     expected, expected_scale = ops.scaled_fp8_quant(other)
     same(q.cpu(), expected)
     same(scale.cpu(), expected_scale)
