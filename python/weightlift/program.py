@@ -574,9 +574,7 @@ class Program:
             if self._pipeline is None:
                 assert self._read_ahead is not None
                 self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
-            segment = self._pipeline.submit(
-                batch, barrier=barrier, urgent=urgent, device_caller=self._device_caller
-            )
+            segment = self._pipeline.submit(batch, barrier=barrier, urgent=urgent, device_caller=self._device_caller)
         except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
             self._end(error)
             raise
