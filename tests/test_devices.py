@@ -1,4 +1,4 @@
-"""Loads into GPU memory: through a twin of a GPU that is slow and late, on any machine; and on GPUs, where there are."""
+"""Loads into GPU memory: through a twin of a GPU that is slow and late, on any machine; and on GPUs."""
 
 from __future__ import annotations
 
