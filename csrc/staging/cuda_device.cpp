@@ -81,7 +81,9 @@ class CudaGpu final : public Device {
     }
     if (!recorded) {
       // Who waits sleeps, and leaves the processor to those who read.
-      if (int status = forgotten(cudaEventCreateWithFlags(&recorded, cudaEventDisableTiming | cudaEventBlockingSync))) {
+      const auto flags = cudaEventDisableTiming | cudaEventBlockingSync;
+      if (int status = forgotten(cudaEventCreateWithFlags(&recorded, flags))) {
+        forgotten(cudaStreamSynchronize(streams_[stream]));
         return status;
       }
     }
@@ -89,6 +91,7 @@ class CudaGpu final : public Device {
     if (status == 0) {
       *event = recorded;
     } else {
+      forgotten(cudaStreamSynchronize(streams_[stream]));
       give_back(recorded);
     }
     return status;

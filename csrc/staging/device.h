@@ -46,7 +46,8 @@ class Device {
   virtual int run_op(int stream, const Op& op, const std::byte* src, int64_t src_row_stride, int64_t first_row,
                      int64_t num_rows) = 0;
 
-  // An event behind everything that the stream has been given. To be given back by wait().
+  // An event behind everything that the stream has been given. To be given back by wait(). Where there can be none,
+  // waits itself: when it fails, nothing of the stream is in flight.
   virtual int record(int stream, DeviceEvent* event) = 0;
   // Returns when the event is over: what failed before it, if anything did.
   virtual int wait(DeviceEvent event) = 0;

@@ -59,7 +59,7 @@ class DeviceLane {
   };
   struct Work;  // of a chunk
   struct InFlight {
-    DeviceEvent event = nullptr;         // none: the device has not taken the work
+    DeviceEvent event = nullptr;         // none: nothing is in flight
     const Transfer* transfer = nullptr;  // to name what fails later
     Fault fault;                         // what was refused
     std::function<void(Fault)> done;

@@ -152,8 +152,12 @@ int TwinDevice::run_op(int stream, const Op& op, const std::byte* src, int64_t s
 }
 
 int TwinDevice::record(int stream, DeviceEvent* event) {
-  if (refuses()) return kRefused;
-  std::lock_guard lock(mutex_);
+  const bool refused = refuses();
+  std::unique_lock lock(mutex_);
+  if (refused) {
+    changed_.wait(lock, [&] { return streams_[static_cast<size_t>(stream)].tasks.empty(); });
+    return kRefused;
+  }
   auto recorded = std::make_shared<Event>();
   *event = recorded.get();
   recorded_.push_back(recorded);

@@ -201,8 +201,8 @@ class LoadConfig:
         int | None,
         _size(
             "256 MiB; less where the files are small",
-            "Bounds the GPU memory, of each GPU, that a load uses beyond the parameters there: what is converted, packed "
-            "or scattered on the GPU passes through it. An op that needs more than a fourth at once gets memory besides.",
+            "Bounds the memory of each GPU that is used beyond the parameters there: what is converted, packed or "
+            "scattered on the GPU passes through it. An op that needs more than a fourth at once gets memory besides.",
             "Lower it where parameters leave no room.",
             MiB,
         ),

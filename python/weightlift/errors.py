@@ -84,8 +84,8 @@ class CheckpointNotFoundError(_OSCheckpointError, FileNotFoundError):
 
 
 class CheckpointReadError(_OSCheckpointError):
-    """The operating system refused to open or read a file, the file changed or ended during the load, or a GPU failed to
-    take in what was read.
+    """The operating system refused to open or read a file, the file changed or ended during the load, or a GPU failed
+    to take in what was read.
 
     Attributes:
         incomplete: tensors of the checkpoint whose copies had been recorded and did not all land; where they were to

@@ -110,7 +110,7 @@ class MemoryLedger:
     Attributes:
         host_parameters, device_parameters: what is loaded, and what else the model has, on the CPU and elsewhere.
         staging: of the buffers that reads go through.
-        staging_limit: what `staging` may grow to; it does where parameters are on a GPU, since all they get passes through.
+        staging_limit: what `staging` may grow to; it does where parameters are on a GPU: all goes through it.
         device_staging: what copies on a GPU pass through there, where parameters are on one.
         transient: the largest tensor that is held besides, while it is copied or looked at, and the small ones that are
             kept to be looked at again.
@@ -266,7 +266,11 @@ class LoadPlan:
             "files": [dataclasses.asdict(file) for file in self.files],
             "read_sizes": [dataclasses.asdict(size) for size in self.read_sizes],
             "read_whole": self.read_whole,
-            "memory": {**dataclasses.asdict(self.memory), "host_peak": self.memory.host_peak, "device_peak": self.memory.device_peak},
+            "memory": {
+                **dataclasses.asdict(self.memory),
+                "host_peak": self.memory.host_peak,
+                "device_peak": self.memory.device_peak,
+            },
             "copies": [dataclasses.asdict(copy) for copy in self.copies],
         }
 

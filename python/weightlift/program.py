@@ -739,7 +739,8 @@ class Program:
         storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
         storages += map(storage_of, (*self._reading.values(), *self._device_caller.scratch))
         try:
-            return unanswered.end(pipeline, storages)
+            ops = [*self._waiting_ops, *(op for _, started in self._started_ops for op in started)]
+            return unanswered.end(pipeline, storages, ops)
         finally:
             stats = pipeline.stats()
             del pipeline  # an exception keeps the frame, which would keep it

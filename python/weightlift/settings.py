@@ -29,8 +29,8 @@ CHUNK_UNIT = 64 * KiB  # the core cuts chunks in multiples of it
 MERGE_GAP_BYTES = 16 * KiB
 MAX_THREADS = 8
 
-# As the core has it (csrc/staging): streams of a GPU, each with its part of device_staging_bytes; and what a chunk there
-# may take beside its bytes, to be aligned.
+# As the core has it (csrc/staging): streams of a GPU, each with its part of device_staging_bytes; and what a chunk may
+# take there beside its bytes, to be aligned.
 DEVICE_STREAMS = 4
 DEVICE_SLICE_PADDING = 16 * KiB
 

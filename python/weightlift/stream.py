@@ -46,8 +46,8 @@ def iter_weights(
     """Gives every tensor with its name, while the next ones are being read.
 
     Beside the tensors that the caller keeps, at most `staging_bytes` (256 MiB) of memory are used: one half for tensors
-    that are read ahead, on their device, or a single one that is larger; the other, of the host, for the reads. Ending the loop early, also by
-    an exception, ends reading; where the iterator lives on, call its `close()`.
+    that are read ahead, on their device, or a single one that is larger; the other, of the host, for the reads. Ending
+    the loop early, also by an exception, ends reading; where the iterator lives on, call its `close()`.
 
     Args:
         path: as for `open_checkpoint`.

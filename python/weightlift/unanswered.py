@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ._logging import logger
@@ -31,20 +31,28 @@ _LATE_POLL_SECONDS = 0.2
 
 
 class _Unanswered:
-    def __init__(self, pipeline: _C.Pipeline, memory: list[UntypedStorage], ranges: list[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        pipeline: _C.Pipeline,
+        memory: list[UntypedStorage],
+        ranges: list[tuple[int, int]],
+        ops: Sequence[_C.Op],
+    ) -> None:
         self.pipeline = pipeline
         self.memory = memory
         self.ranges = ranges
+        self.ops = ops
 
 
 kept: list[_Unanswered] = []  # looked at by whoever records
 
 
-def end(pipeline: _C.Pipeline, memory: Iterable[UntypedStorage]) -> str | None:
+def end(pipeline: _C.Pipeline, memory: Iterable[UntypedStorage], ops: Sequence[_C.Op] = ()) -> str | None:
     """Ends a pipeline: waits until no read is in flight, for some seconds at most, or until Ctrl-C.
 
     Args:
         memory: where its reads may go, apart from its own.
+        ops: those that GPUs may be carrying out.
 
     Returns:
         None; or, where reads are still in flight, what is kept for them, in words.
@@ -59,17 +67,17 @@ def end(pipeline: _C.Pipeline, memory: Iterable[UntypedStorage]) -> str | None:
             has_ended = pipeline.stop(_POLL_SECONDS)
     finally:  # Ctrl-C too
         if not has_ended:
-            left = _keep(pipeline, memory)
+            left = _keep(pipeline, memory, ops)
     return left
 
 
-def _keep(pipeline: _C.Pipeline, memory: Iterable[UntypedStorage]) -> str:
+def _keep(pipeline: _C.Pipeline, memory: Iterable[UntypedStorage], ops: Sequence[_C.Op]) -> str:
     ranges = pipeline.destinations_in_flight()
     storages = {storage._cdata: storage for storage in memory}.values()
     if ranges is None:
         ranges = list(map(_span, storages))
     held = [storage for storage in storages if any(_overlap(_span(storage), other) for other in ranges)]
-    entry = _Unanswered(pipeline, held, ranges)
+    entry = _Unanswered(pipeline, held, ranges, ops)
     kept.append(entry)
     # Not even the end of the interpreter, which empties modules, shall free it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(entry))
