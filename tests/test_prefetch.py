@@ -17,8 +17,8 @@ from weightlift import _C as core
 from weightlift import LoadConfig, LoadReport, fast_load, load_file, open_checkpoint, prefetch
 from weightlift.available_memory import available_bytes
 from weightlift.filesystem import Mount, find_mount, mount_of
+from weightlift.local_rank import local_rank
 from weightlift.prefetch import Prefetch, prefetch_pays, read_into_cache
-from weightlift.settings import local_rank
 
 MiB = 1 << 20
 GiB = 1 << 30

@@ -432,7 +432,8 @@ PYBIND11_MODULE(_C, m) {
           "device_caller"_a = py::none(),
           "Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read "
           "along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). "
-          "`device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where "
+          "`device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, "
+          "where "
           "transfers go to GPUs.")
       .def(
           "wait",

@@ -130,8 +130,8 @@ class LoadConfig:
             "direct: from the device to memory (O_DIRECT). buffered, or lazy: through the page cache, on demand. "
             "eager: each file is first read whole into the page cache. prefetch: threads read all files into it, ahead "
             "of the load. torchao: `iter_weights` puts torchao's flattened tensors together. auto: direct for what is "
-            "not cached and no other rank of the node reads; prefetch on a network file system, for several processes of "
-            "a machine (LOCAL_WORLD_SIZE), where all fits into 90 % of the memory available.",
+            "not cached and no other rank of the node reads; prefetch on a network file system, for several processes "
+            "of a machine (LOCAL_WORLD_SIZE), where all fits into 90 % of the memory available.",
             "buffered: processes of one machine read the same bytes; direct: to leave the page cache to others; "
             "prefetch, eager: storage that is slow at small or scattered reads.",
         ),

@@ -18,8 +18,8 @@ from .available_memory import available_bytes
 from .config import MiB, ResolvedConfig
 from .errors import printable
 from .filesystem import Mount, mount_of
+from .local_rank import local_rank
 from .report import format_bytes
-from .settings import local_rank
 
 if TYPE_CHECKING:
     from .entries import Shard

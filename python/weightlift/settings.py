@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from .available_memory import available_bytes
 from .config import DEFAULT_DEVICE_STAGING_BYTES, DEFAULT_STAGING_BYTES, KiB, MiB, ResolvedConfig
 from .errors import CheckpointError, printable
 from .filesystem import mount_of
+from .local_rank import local_rank
 from .report import format_bytes
 from .storage import max_open_files
 
@@ -74,15 +75,6 @@ class Settings:
     merge_gap_bytes: int
     open_ahead: int
     notes: tuple[str, ...]
-
-
-def local_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """This process among those of its machine, as torchrun says: LOCAL_RANK and LOCAL_WORLD_SIZE; else (0, 1)."""
-    try:
-        rank, size = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return 0, 1
-    return (rank, size) if 0 <= rank < size else (0, 1)
 
 
 def settle(config: ResolvedConfig, shards: Sequence[Shard]) -> Settings:

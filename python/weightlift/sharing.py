@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from .config import ResolvedConfig
 from .entries import CheckpointFiles, TensorEntry
-from .settings import local_rank
+from .local_rank import local_rank
 
 
 def reads_along(config: ResolvedConfig, reader: str) -> bool:

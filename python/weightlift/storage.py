@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from . import _C, devices
 from .config import ResolvedConfig
 from .errors import CheckpointError, CheckpointReadError, listed
+from .local_rank import local_rank
 from .report import FileReport
-from .settings import local_rank
 
 if TYPE_CHECKING:
     from .entries import Shard, TensorEntry

@@ -17,8 +17,9 @@ from typing import Any
 from .. import _C
 from ..available_memory import available_bytes, group_headrooms
 from ..config import DEFAULT_STAGING_BYTES, OPTIONS, KiB, MiB, ResolvedConfig, environment_variable, misspelt_variables
+from ..local_rank import local_rank
 from ..report import format_bytes
-from ..settings import Settings, local_rank
+from ..settings import Settings
 from ..storage import MAX_OPEN_FILES, max_open_files
 from .finding import Finding, Status
 
