@@ -736,7 +736,9 @@ class Program:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is None:
             return None
-        storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
+        # Of what waits, some may be on its way: what someone looked at, or a part of what was being started.
+        memory = [self._waiting_memory, *(started for _, started in self._started_memory)]
+        storages = [storage for held in memory for storage, _, _ in held.values()]
         storages += map(storage_of, (*self._reading.values(), *self._device_caller.scratch))
         try:
             ops = [*self._waiting_ops, *(op for _, started in self._started_ops for op in started)]
