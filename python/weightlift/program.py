@@ -267,9 +267,7 @@ class Program:
                 0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)
             )
             shape = tuple(dst.shape)
-        device = devices.index_of(dst)
-        assert device is not None  # it is addressable
-        self._hold(dst)
+        device = self._hold(dst)
         waiting = self._ledger.record(
             len(self._sources),
             source.file,
@@ -294,9 +292,7 @@ class Program:
         row_stride = None if op is None else pending.row_stride(op)
         if op is None or row_stride is None:
             return False
-        device = devices.index_of(dst)
-        assert device is not None  # it is addressable
-        self._hold(dst)
+        device = self._hold(dst)
         if device != devices.HOST:
             self._waiting_ops.append(op)
         source = pending.source._source
@@ -306,8 +302,8 @@ class Program:
         self._after_recording(source, waiting)
         return True
 
-    def _hold(self, dst: torch.Tensor) -> None:
-        """Keeps the memory of a destination until what is recorded now has landed."""
+    def _hold(self, dst: torch.Tensor) -> int:
+        """Keeps the memory of a destination until what is recorded now has landed. Returns whose it is."""
         if unanswered.kept and unanswered.may_be_written(span_of(dst)):
             raise RuntimeError(
                 f"{self.name_of(dst.data_ptr()) or 'a destination'}: reads of an earlier load, which storage has not "
@@ -319,6 +315,11 @@ class Program:
         if self._waiting_memory.setdefault(key, memory)[1:] != memory[1:]:
             self._check_destinations()  # raises where copies into the old memory are pending
             self._waiting_memory[key] = memory
+        device = devices.index_of(dst)
+        assert device is not None  # it is addressable
+        if device != devices.HOST:
+            self._device_caller.note_stream(device)
+        return device
 
     def _after_recording(self, source: Source, waiting: int) -> None:
         """Runs what was just recorded, or hands over what has gathered where that is enough."""
