@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,20 @@ def test_a_failing_allocation_ends_the_load(folder: Path, twins: None, monkeypat
     ):
         destination.copy_(checkpoint["large"].t())
     assert not destination.any()
+
+
+def test_ctrl_c_while_a_segment_is_submitted_ends_the_load(
+    folder: Path, twins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: devices.DeviceCaller, device: int) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices.DeviceCaller, "streams_of", interrupt)
+    left_as_if_all_were_well = pytest.raises(KeyboardInterrupt)
+    with left_as_if_all_were_well, weightlift.open_checkpoint(folder) as checkpoint:
+        torch.zeros(1024, 1536).copy_(checkpoint["large"])
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpoint.run()
 
 
 def test_a_fault_of_a_device_names_file_and_tensor() -> None:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
     from .entries import CheckpointFiles, Shard, TensorEntry
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
@@ -153,7 +155,7 @@ class Program:
         self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
         self._fallbacks: dict[str, None] = {}  # an ordered set
-        self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
+        self._failed: BaseException | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
 
     @property
@@ -604,12 +606,12 @@ class Program:
                 shared=self._shared_tensors(batch),
                 device_caller=self._device_caller,
             )
-        except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
+            self._last_segment = segment
+            if batch.label >= 0:
+                self._labels[segment] = batch.label
+        except BaseException as error:  # no memory, no threads, Ctrl-C: the ledger has let go of what will never land
             self._end(error)
             raise
-        self._last_segment = segment
-        if batch.label >= 0:
-            self._labels[segment] = batch.label
         self._note_landed()
         return segment
 
@@ -714,7 +716,7 @@ class Program:
             self._failed = error
         return error
 
-    def _end(self, failure: Exception) -> Exception:
+    def _end(self, failure: _Error) -> _Error:
         """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
         well."""
         if self.recording:
