@@ -250,6 +250,11 @@ void check_copies(Random& random, int count, const std::function<std::pair<Eleme
     const int64_t src_start = random_start(random);
     const int64_t dst_start = random_start(random);
     sources.push_back(random_memory(random, src_start + geometry.src_bytes));
+    for (const int64_t step : {2, 4, 8}) {  // zeros, of parts of complex numbers too
+      for (int64_t at = src_start; at + step <= src_start + geometry.src_bytes; at += step) {
+        if (random() % 8 == 0) std::fill_n(sources.back().begin() + at, step, std::byte{0});
+      }
+    }
     const Memory to = random_memory(random, dst_start + geometry.dst_bytes + 32);
     destinations.emplace_back(to, to);
     const int64_t file_offset = uniform(random, 0, int64_t{1} << 40);
