@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -18,6 +19,7 @@ import pytest
 from filesystems import Fuse, mounted
 from processes import REFUSE_IO_URING, command, memory_cgroup, run_as_nobody, run_python
 
+from weightlift import _C
 from weightlift.cli import main
 from weightlift.doctor import cuda, storage
 
@@ -27,6 +29,7 @@ MiB = 1 << 20
 
 DOCTOR = """
 import sys
+from weightlift import _C
 from weightlift.cli import main
 sys.exit(main(["doctor", "--json", *sys.argv[1:]]))
 """
@@ -261,6 +264,17 @@ def test_a_folder_is_judged_by_its_weights(tmp_path: Path, capsys: Output) -> No
     assert found[str(tmp_path), "file system"]["details"]["file"] == str(snapshot / "model.safetensors")
 
 
+def test_a_folder_that_is_full_is_not_broken(tmp_path: Path, capsys: Output) -> None:
+    with mounted("tmpfs", tmp_path / "fs") as folder:
+        (folder / "config.json").write_text("{}")
+        with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(MiB)):
+                pass
+        found = doctor(capsys, folder)
+    assert found[str(folder), "file system"]["status"] == "ok"
+    assert found[str(folder), "page cache"]["status"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
@@ -347,16 +361,35 @@ def test_a_build_without_cuda_says_how_to_have_it(monkeypatch: pytest.MonkeyPatc
     assert found["driver"].status == "missing"
 
 
-def test_a_driver_that_is_too_old_or_sees_no_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = {"built": True, "architectures": "80-real 90-real 100", "runtime_version": 13000}
-    error = "CUDA driver version is insufficient for CUDA runtime version"
-    old = cuda_found(monkeypatch, **built, driver_version=12040, error=error)["driver"]
-    assert old.status == "missing"
-    assert old.summary == "serves CUDA 12.4, and this build needs CUDA 13"
-    none = cuda_found(monkeypatch, **built, driver_version=13010, error="no CUDA-capable device is detected")["driver"]
-    assert none.status == "missing"
-    assert "no CUDA-capable device is detected" in none.summary
-    assert "CUDA_VISIBLE_DEVICES" in none.remedy
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1 made of tests/fake_cuda_driver.c."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler `cc` to build tests/fake_cuda_driver.c with")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("fake_cuda_driver.c")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", folder / "libcuda.so.1", "-ldl"], check=True)
+    return folder
+
+
+@pytest.mark.skipif(not _C.cuda_info()["built"], reason="CUDA is not part of this build")
+def test_a_driver_that_is_too_old_or_sees_no_device_is_told(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+    from weightlift.doctor.cuda import examine_cuda
+    driver = next(finding for finding in examine_cuda() if finding.subject == "driver")
+    print(driver.status, driver.summary, driver.remedy, sep="\\n")
+    """
+    told = {}
+    for version in (11040, 99000):
+        env = {"LD_LIBRARY_PATH": fake_driver, "FAKE_CUDA_VERSION": version}
+        told[version] = run_python(code, env=env).splitlines()
+        assert told[version][0] == "missing"
+    runtime = _C.cuda_info()["runtime_version"] // 1000
+    assert told[11040][1] == f"serves CUDA 11.4, and this build needs CUDA {runtime}"
+    assert f"a driver for CUDA {runtime}" in told[11040][2]
+    assert told[99000][1] == "serves CUDA 99.0, but: no CUDA-capable device is detected"
+    assert "CUDA_VISIBLE_DEVICES" in told[99000][2]
 
 
 def test_devices_are_listed_with_what_the_build_has_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

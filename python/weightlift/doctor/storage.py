@@ -85,9 +85,10 @@ def _file_in(path: str) -> Iterator[str]:
                 return
     with contextlib.ExitStack() as stack:
         try:
-            temporary = stack.enter_context(tempfile.NamedTemporaryFile(dir=path, prefix=".weightlift-doctor-"))
+            temporary = stack.enter_context(
+                tempfile.NamedTemporaryFile(dir=path, prefix=".weightlift-doctor-", buffering=0)
+            )
             temporary.write(bytes(_PROBE_BYTES))
-            temporary.flush()
         except OSError as unwritable:
             with os.scandir(path) as entries:
                 files = [entry.path for entry in entries if entry.is_file() and os.access(entry.path, os.R_OK)]
