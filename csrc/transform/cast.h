@@ -49,10 +49,8 @@
 
 #ifdef __CUDACC__
 #define WEIGHTLIFT_HOST_DEVICE __host__ __device__
-#define WEIGHTLIFT_UNROLL _Pragma("unroll")
 #else
 #define WEIGHTLIFT_HOST_DEVICE
-#define WEIGHTLIFT_UNROLL
 #endif
 
 namespace weightlift {

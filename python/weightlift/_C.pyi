@@ -4,11 +4,19 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'requantize_fp8', 'residency_method', 'resident_bytes', 'simd']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'resident_bytes']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
     """
+    def hold(self, kept: typing.Any) -> None:
+        """
+        Keeps a tensor that the op refers to alive, for as long as this object is.
+        """
+    def launch(self, address: typing.SupportsInt | typing.SupportsIndex, row_stride: typing.SupportsInt | typing.SupportsIndex, stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Queues all of it on a cudaStream_t of the current device, over rows in its memory.
+        """
     def run(self, address: typing.SupportsInt | typing.SupportsIndex, row_stride: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Carries out all of it, over rows in memory.
@@ -84,11 +92,11 @@ class Ledger:
         """
     def pending_ids(self) -> list[int]:
         ...
-    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...], device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
+    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """
-        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes. device: the index of the GPU that dst is on.
+        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes.
         """
-    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op, device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
+    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op) -> int:
         """
         Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.
         """
@@ -116,10 +124,8 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex, device_staging_bytes: typing.SupportsInt | typing.SupportsIndex, twin_devices: bool = False) -> None:
-        """
-        twin_devices: for tests; see csrc/staging/twin_device.h.
-        """
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
@@ -138,9 +144,9 @@ class Pipeline:
         """
         Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
         """
-    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, device_caller: typing.Any = None) -> int:
+    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
         """
-        Starts a batch, which is empty afterwards; returns the segment's id. device_caller: is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where transfers go to GPUs.
+        Starts a batch, which is empty afterwards; returns the segment's id.
         """
     def take_landed(self) -> list[int]:
         ...
@@ -181,6 +187,10 @@ def cuda_info() -> dict[str, typing.Any]:
     """
 def e4m3fn_to_e4m3fnuz(*, keep_nan: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
+def launch_copy(*, src_type: typing.SupportsInt | typing.SupportsIndex, src: typing.SupportsInt | typing.SupportsIndex, src_strides: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], stream: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    Queues a strided copy in the memory of the current device, as loads into it do. Strides in elements.
+    """
 def make_cold(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.
@@ -189,8 +199,10 @@ def make_warm(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> in
     """
     Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.
     """
-def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
-    ...
+def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.SupportsIndex, is_a_8bit: bool, size_k: typing.SupportsInt | typing.SupportsIndex, size_n: typing.SupportsInt | typing.SupportsIndex, padded_k: typing.SupportsInt | typing.SupportsIndex, padded_n: typing.SupportsInt | typing.SupportsIndex, perm: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], device_perm: typing.SupportsInt | typing.SupportsIndex, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    """
+    device_perm: the address of the same in the memory of a GPU, for launch(); or 0.
+    """
 def measure_reads(path: str, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
     """
     Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.
@@ -199,27 +211,25 @@ def probe_direct(path: str) -> dict[str, typing.Any]:
     """
     Whether the file can be read past the page cache, as csrc/readers/probe.h says.
     """
-def probe_uring(*, queue_depth: typing.SupportsInt | typing.SupportsIndex, buffer_bytes: typing.SupportsInt | typing.SupportsIndex, num_buffers: typing.SupportsInt | typing.SupportsIndex) -> dict[str, typing.Any]:
+def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, device_amaxes: typing.SupportsInt | typing.SupportsIndex) -> Op:
     """
-    Whether io_uring can be had, and staging registered with it, as csrc/measure/probe_uring.h says.
+    device_amaxes: the address of a float32 for each block in the memory of a GPU, for launch() with large blocks; or 0.
     """
-def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None) -> Op:
-    ...
 def quantize_with(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, scales: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     ...
+def quantize_with_scales_at(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, scales: typing.SupportsInt | typing.SupportsIndex, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
+    """
+    scales: the address of a float32 for each block, in the memory of the weight.
+    """
 def requantize_fp8(*, format: str, parts: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]], new_scale: typing.SupportsFloat | typing.SupportsIndex, limit: typing.SupportsFloat | typing.SupportsIndex, through_fp16: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     """
     parts: (end row, scale), ascending.
     """
-def residency_method(path: str) -> str:
+def requantize_fp8_at(*, format: str, end_rows: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], scales: typing.SupportsInt | typing.SupportsIndex, unset: typing.SupportsFloat | typing.SupportsIndex, limit: typing.SupportsFloat | typing.SupportsIndex, through_fp16: bool, output: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> Op:
     """
-    By which system call it is told what of the file is in the page cache: cachestat, mincore or unknown.
+    scales: the address of a float32 for each part, in the memory of the output. Their largest is the new scale.
     """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.
-    """
-def simd() -> str:
-    """
-    The vector instructions that ops run with on this machine.
     """

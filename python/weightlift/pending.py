@@ -42,8 +42,11 @@ class PendingOp:
 def run_op(op: _C.Op, values: torch.Tensor) -> None:
     """Runs an op of the core over a real tensor: a matrix with the op's rows, or any with as many bytes.
 
+    On a GPU, where the op's outputs have to be too, it is queued on torch's current stream.
+
     Raises:
         ValueError: it has another number of bytes.
+        RuntimeError: it can't be queued; no CUDA in this build.
     """
     if values.nbytes != op.num_rows * op.row_bytes:
         raise ValueError(f"{op.name}: expected {op.num_rows} rows of {op.row_bytes} bytes, found {values.nbytes} bytes")
@@ -52,7 +55,11 @@ def run_op(op: _C.Op, values: torch.Tensor) -> None:
         row_stride = values.stride(0) * values.itemsize
     else:
         values = values.contiguous()
-    op.run(values.data_ptr(), row_stride, torch.get_num_threads())
+    if values.is_cuda:
+        with torch.cuda.device(values.device):
+            op.launch(values.data_ptr(), row_stride, torch.cuda.current_stream().cuda_stream)
+    else:
+        op.run(values.data_ptr(), row_stride, torch.get_num_threads())
 
 
 def has_rows(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,16 @@
 
 #include "transform/cast.h"
 
+// Before loops whose every turn is to have its own instructions, so that arrays that they index stay in registers; and
+// before those that are to have them once.
+#ifdef __CUDA_ARCH__
+#define WEIGHTLIFT_UNROLL _Pragma("unroll")
+#define WEIGHTLIFT_NO_UNROLL _Pragma("unroll 1")
+#else
+#define WEIGHTLIFT_UNROLL
+#define WEIGHTLIFT_NO_UNROLL
+#endif
+
 namespace weightlift {
 
 // The largest power of two up to 16 of which all are multiples.

@@ -7,6 +7,7 @@
 //
 //   struct SomeKernel : Kernel {
 //     static constexpr int kPhases;
+//     static constexpr int kMinBlocks;  // that a multiprocessor is to hold at a time, at least: bounds registers
 //     int64_t tiles() const;
 //     struct Shared;  // memory of a block, of any content at first
 //     struct Thread;  // what a thread keeps from phase to phase of a tile
@@ -23,7 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "transform/cast.h"
+#include "transform/cuda/access.h"
 
 namespace weightlift {
 
@@ -34,6 +35,7 @@ struct Kernel {
   struct Shared {};
   struct Thread {};
   static constexpr int kPreparations = 0;
+  static constexpr int kMinBlocks = 3;
   template <typename AnyShared>
   WEIGHTLIFT_HOST_DEVICE void finish(int, AnyShared&) const {}
 };

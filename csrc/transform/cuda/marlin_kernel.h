@@ -31,6 +31,7 @@ template <int kBits, bool kA8, PackedLayout kLayout, bool kGathered>
 struct MarlinKernel : Kernel {
   using Tile = MarlinTile<kBits, kA8>;
   static constexpr int kPhases = 2;
+  static constexpr int kMinBlocks = 4;
   static constexpr int kUnits = 512;                         // of 16 bytes, of a strip
   static constexpr int kTiles = 16 * kUnits / Tile::kBytes;  // of a strip
   static constexpr bool kAlongK = kLayout == PackedLayout::kNMajor;
@@ -54,7 +55,7 @@ struct MarlinKernel : Kernel {
     const int64_t down = strip / across();
     const int64_t tile_row = down * (kAlongK ? kTiles : 1);
     const int64_t tile_column = (strip - down * across()) * (kAlongK ? 1 : kTiles);
-    WEIGHTLIFT_UNROLL
+    WEIGHTLIFT_NO_UNROLL
     for (int i = 0; i < kUnits / kThreads; ++i) {
       const int unit = i * kThreads + thread;
       if constexpr (kPhase == 0) {

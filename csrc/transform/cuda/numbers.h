@@ -9,6 +9,7 @@
 
 #include "transform/cast.h"
 #include "transform/convert.h"
+#include "transform/cuda/access.h"
 #include "transform/fp8.h"
 
 namespace weightlift {

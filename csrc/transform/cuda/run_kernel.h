@@ -30,7 +30,7 @@ __device__ void run_preparations(const K& kernel, typename K::Shared& shared) {
 }
 
 template <typename K>
-__global__ void __launch_bounds__(kThreads) run_kernel(const __grid_constant__ K kernel, int64_t tiles) {
+__global__ void __launch_bounds__(kThreads, K::kMinBlocks) run_kernel(const __grid_constant__ K kernel, int64_t tiles) {
   __shared__ typename K::Shared shared;
   run_preparations<0>(kernel, shared);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -1,8 +1,12 @@
 """The fused ops: what engines do to weights between the checkpoint and their kernels.
 
-Names and signatures are vLLM's where it has them. On real tensors (CPU) an op runs at once, on torch's threads; it is
-registered with torch.library as `weightlift::...`, so that meta tensors and torch.compile know its result. On tensors
-of an open checkpoint it is recorded, and runs on each chunk as it lands, once the result is copied somewhere.
+Names and signatures are vLLM's where it has them. On real tensors an op runs at once, on torch's threads, or is queued
+on torch's current stream where they are on a GPU, with the same bytes as its result; it is registered with
+torch.library as `weightlift::...`, so that meta tensors and torch.compile know its result. On tensors of an open
+checkpoint it is recorded, and runs on each chunk as it lands, once the result is copied somewhere.
+
+Nothing waits for a GPU: values there, such as scales, are not checked. The two exceptions are
+nvfp4_marlin_process_scales, and `scale_ub` of scaled_fp8_quant, which become numbers of Python.
 
 Where upstream rounds or saturates more than it has to, or makes numbers of NaN, `compat="vllm"` asks for its bytes.
 """

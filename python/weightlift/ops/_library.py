@@ -18,11 +18,12 @@ Place: TypeAlias = tuple[int, int, int, int]  # address, rows, bytes of a row, b
 _library = torch.library.Library("weightlift", "DEF")  # type: ignore[no-untyped-call]
 
 
-def register(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an op. Returns what calls it through the dispatcher."""
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registers an op for CPU and CUDA tensors. Returns what calls it through the dispatcher."""
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
-    _library.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"weightlift::{name}", fake, lib=_library)
     return getattr(torch.ops.weightlift, name).default
 
@@ -35,7 +36,7 @@ def place_of(out: torch.Tensor, rows: int) -> Place:
 
 def compute(bind: Bind, values: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """What an op makes of real values."""
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device=values.device)
     if out.numel():
         op = bind(out)
         assert op is not None  # into what is contiguous it can write
@@ -43,13 +44,18 @@ def compute(bind: Bind, values: torch.Tensor, shape: Sequence[int], dtype: torch
     return out
 
 
-def known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a small tensor, such as scales, for checks; None where there are none, as on meta or in a trace."""
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a small tensor, such as scales; None where there are none, as on meta or in a trace."""
     if isinstance(tensor, CheckpointTensor):
         return tensor._read()
     if torch.compiler.is_compiling() or tensor.device.type == "meta":
         return None
     return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same for checks, which nobody shall wait for: None also for a tensor on a GPU."""
+    return None if tensor.is_cuda else values_of(tensor)
 
 
 def check_scales(name: str, scale: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from ._library import (
     register,
     require,
     require_dtype,
+    values_of,
 )
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}  # fnuz goes to 240; engines stop at 224
@@ -37,7 +39,7 @@ def _rows(tensor: torch.Tensor) -> int:
     return max(1, tensor.numel() // max(1, tensor.shape[-1])) if tensor.dim() else 1
 
 
-def _to_fnuz_cpu(weight: torch.Tensor, keep_nan: bool) -> torch.Tensor:
+def _to_fnuz_kernel(weight: torch.Tensor, keep_nan: bool) -> torch.Tensor:
     return compute(_bind_to_fnuz(_rows(weight), keep_nan), weight, weight.shape, torch.float8_e4m3fnuz)
 
 
@@ -45,7 +47,7 @@ def _to_fnuz_fake(weight: torch.Tensor, keep_nan: bool) -> torch.Tensor:
     return weight.new_empty(weight.shape, dtype=torch.float8_e4m3fnuz)
 
 
-_to_fnuz_op = register("e4m3fn_to_e4m3fnuz(Tensor weight, bool keep_nan) -> Tensor", _to_fnuz_cpu, _to_fnuz_fake)
+_to_fnuz_op = register("e4m3fn_to_e4m3fnuz(Tensor weight, bool keep_nan) -> Tensor", _to_fnuz_kernel, _to_fnuz_fake)
 
 
 def normalize_e4m3fn_to_e4m3fnuz(
@@ -150,15 +152,41 @@ def _max_scale(weight_scale: torch.Tensor) -> torch.Tensor:
     return weight_scale.max().float()
 
 
-def _requantize_cpu(
+def _requantize_kernel(
     weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int], through_fp16: bool
 ) -> torch.Tensor:
+    if weight.is_cuda:
+        return _requantize_on_gpu(weight, weight_scale, logical_widths, through_fp16)
     found = _requantize_parts(
         "requantize_with_max_scale", weight_scale, logical_widths, "vllm" if through_fp16 else None
     )
     if found is None:
         return weight.clone()
     bind = _bind_requantize(weight.dtype, *found, weight.shape[0], through_fp16)
+    return compute(bind, weight, weight.shape, weight.dtype)
+
+
+def _requantize_on_gpu(
+    weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int], through_fp16: bool
+) -> torch.Tensor:
+    """The scales are read there, by the kernel."""
+    if weight_scale.dim() == 0:
+        return weight.clone()
+    scales = weight_scale.to(weight.device, torch.float32).reshape(-1).contiguous()
+
+    def bind(out: torch.Tensor) -> _C.Op:
+        op = _C.requantize_fp8_at(
+            format=str(weight.dtype).removeprefix("torch."),
+            end_rows=list(itertools.accumulate(logical_widths)),
+            scales=scales.data_ptr(),
+            unset=_UNSET,
+            limit=LIMITS[weight.dtype],
+            through_fp16=through_fp16,
+            output=place_of(out, weight.shape[0]),
+        )
+        op.hold(scales)
+        return op
+
     return compute(bind, weight, weight.shape, weight.dtype)
 
 
@@ -171,7 +199,7 @@ def _requantize_fake(
 _requantize_op = register(
     "requantize_with_max_scale(Tensor weight, Tensor weight_scale, SymInt[] logical_widths, bool through_fp16) "
     "-> Tensor",
-    _requantize_cpu,
+    _requantize_kernel,
     _requantize_fake,
 )
 
@@ -183,7 +211,8 @@ def requantize_with_max_scale(
 
     The weight stays as it is where it has one scale already: `weight_scale` has no dimensions, or its last slot was
     never filled (it holds -448 or less). Numbers are multiplied in float32 and rounded once, to nearest even; NaN stays
-    NaN.
+    NaN. On a GPU, where nobody waits for the scales, a scale that would raise ValueError makes NaN of its part, and of
+    everything where it is the largest, or NaN.
 
     Args:
         weight: float8_e4m3fn or float8_e4m3fnuz (N, K): the parts' rows, one part below the other.
@@ -217,7 +246,7 @@ def requantize_with_max_scale(
         )
     if not isinstance(weight, CheckpointTensor):
         return _max_scale(weight_scale), _requantize_op(weight, weight_scale, widths, compat is not None)
-    scales = known(weight_scale)
+    scales = values_of(weight_scale)
     require(scales is not None, f"{name}: the scales of a tensor on disk must be known")
     assert scales is not None
     found = _requantize_parts(name, scales, widths, compat)

@@ -33,8 +33,10 @@ def _bind_repack(
     size_k: int,
     padded_n: int,
     padded_k: int,
-    perm: list[int],
+    perm: list[int] | torch.Tensor,
 ) -> Bind:
+    """perm: of an output on a GPU also a tensor there; empty: in order."""
+
     def bind(out: torch.Tensor) -> _C.Op | None:
         place = place_of(out, padded_k // 16)
         if is_a_8bit:  # a row of tiles is two rows of the result, without a gap
@@ -42,7 +44,10 @@ def _bind_repack(
             if row_stride != row_bytes:
                 return None
             place = (address, rows // 2, 2 * row_bytes, 2 * row_bytes)
-        return _C.marlin_repack(
+        device_perm = None
+        if out.is_cuda and len(perm):
+            device_perm = torch.as_tensor(perm, dtype=torch.int32, device=out.device).contiguous()
+        op = _C.marlin_repack(
             layout=layout,
             num_bits=num_bits,
             is_a_8bit=is_a_8bit,
@@ -50,14 +55,18 @@ def _bind_repack(
             size_n=size_n,
             padded_k=padded_k,
             padded_n=padded_n,
-            perm=perm,
+            perm=perm if isinstance(perm, list) else [],
+            device_perm=0 if device_perm is None else device_perm.data_ptr(),
             output=place,
         )
+        if device_perm is not None:
+            op.hold(device_perm)
+        return op
 
     return bind
 
 
-def _repack_cpu(
+def _repack_kernel(
     weight: torch.Tensor,
     layout: str,
     num_bits: int,
@@ -68,9 +77,8 @@ def _repack_cpu(
     padded_k: int,
     perm: torch.Tensor | None,
 ) -> torch.Tensor:
-    bind = _bind_repack(
-        layout, num_bits, is_a_8bit, size_n, size_k, padded_n, padded_k, [] if perm is None else perm.tolist()
-    )
+    order = [] if perm is None else perm if weight.is_cuda else perm.tolist()
+    bind = _bind_repack(layout, num_bits, is_a_8bit, size_n, size_k, padded_n, padded_k, order)
     return compute(bind, weight, _repack_shape(num_bits, padded_n, padded_k), torch.int32)
 
 
@@ -91,7 +99,7 @@ def _repack_fake(
 _repack_op = register(
     "marlin_repack(Tensor weight, str layout, int num_bits, bool is_a_8bit, SymInt size_n, SymInt size_k, "
     "SymInt padded_n, SymInt padded_k, Tensor? perm) -> Tensor",
-    _repack_cpu,
+    _repack_kernel,
     _repack_fake,
 )
 
@@ -159,7 +167,7 @@ def gptq_marlin_repack(
         num_bits: 4 or 8.
         is_a_8bit: the layout for activations of 8 bits.
         perm: (K,): row k of the result is made of row perm[k] (act-order: argsort of g_idx). It makes the op need the
-            whole weight at once. None, or empty: in order.
+            whole weight at once. None, or empty: in order. On a GPU, an entry outside of [0, K) gives a row of zeros.
         padded_nk: sizes to fill up to with zeros, as marlin_padded_nk() gives them.
 
     Returns:
@@ -414,6 +422,8 @@ def nvfp4_marlin_process_scales(
 
     Returns:
         The scales, as float8_e4m3fn (K / 16, N), bytes that only Marlin reads, and the factor.
+
+    On a GPU, this waits for the scales: the factor is a number.
 
     Raises:
         ValueError: a negative scale, or NaN.

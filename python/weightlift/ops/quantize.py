@@ -16,9 +16,11 @@ import torch
 from .. import _C
 from ..pending import has_rows, run_op
 from ..tensor import CheckpointTensor
-from ._library import Compat, check_scales, compute, known, place_of, register, require, require_dtype
+from ._library import Compat, check_scales, compute, place_of, register, require, require_dtype, values_of
 from .fp8 import LIMITS
 
+# Blocks from this many bytes on are worth a whole GPU each, one after the other.
+_LARGE_BLOCK_BYTES = 1 << 20
 _SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 _LIMITS = {**LIMITS, torch.int8: 127.0}
 
@@ -66,7 +68,12 @@ class _Scheme:
         weight: torch.Tensor | None,
         scales: torch.Tensor | None,
     ) -> _C.Op:
-        return _C.quantize(
+        amaxes = None
+        out = scales if weight is None else weight
+        block_bytes = min(self.block_rows, rows) * min(self.block_columns, columns) * source.itemsize
+        if out is not None and out.is_cuda and block_bytes >= _LARGE_BLOCK_BYTES:
+            amaxes = torch.empty(self.scale_shape(rows, columns), dtype=torch.float32, device=out.device)
+        op = _C.quantize(
             **self._common(source, rows, columns),
             min_amax=self.min_amax,
             max_amax=self.max_amax,
@@ -75,10 +82,24 @@ class _Scheme:
             e8m0_scales=self.e8m0_scales,
             weight=None if weight is None else place_of(weight, rows),
             scales=None if scales is None else place_of(scales, self.scale_shape(rows, columns)[0]),
+            device_amaxes=0 if amaxes is None else amaxes.data_ptr(),
         )
+        if amaxes is not None:
+            op.hold(amaxes)
+        return op
 
-    def op_with(self, source: torch.dtype, rows: int, columns: int, scales: list[float], weight: torch.Tensor) -> _C.Op:
-        return _C.quantize_with(**self._common(source, rows, columns), scales=scales, weight=place_of(weight, rows))
+    def op_with(
+        self, source: torch.dtype, rows: int, columns: int, scales: list[float] | torch.Tensor, weight: torch.Tensor
+    ) -> _C.Op:
+        """scales: by block; of a weight on a GPU also a tensor there."""
+        common = self._common(source, rows, columns)
+        place = place_of(weight, rows)
+        if not weight.is_cuda:
+            return _C.quantize_with(**common, scales=list(scales), weight=place)
+        scales = torch.as_tensor(scales, dtype=torch.float32, device=weight.device).contiguous()
+        op = _C.quantize_with_scales_at(**common, scales=scales.data_ptr(), weight=place)
+        op.hold(scales)
+        return op
 
 
 # ---- registered ops. A scheme crosses the dispatcher as its fields.
@@ -97,11 +118,11 @@ def _matrix(tensor: torch.Tensor) -> tuple[int, int]:
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
-def _quantize_cpu(input: torch.Tensor, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_kernel(input: torch.Tensor, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scheme = _Scheme(*fields)
     rows, columns = _matrix(input)
-    weight = torch.empty(input.shape, dtype=scheme.dtype)
-    scales = torch.empty(scheme.scale_shape(rows, columns), dtype=scheme.scale_dtype)
+    weight = torch.empty(input.shape, dtype=scheme.dtype, device=input.device)
+    scales = torch.empty(scheme.scale_shape(rows, columns), dtype=scheme.scale_dtype, device=input.device)
     if input.numel():
         run_op(scheme.op(input.dtype, rows, columns, weight, scales), input)
     return weight, scales
@@ -113,10 +134,15 @@ def _quantize_fake(input: torch.Tensor, *fields: Any) -> tuple[torch.Tensor, tor
     return input.new_empty(input.shape, dtype=scheme.dtype), scales
 
 
-def _quantize_with_cpu(input: torch.Tensor, scale: torch.Tensor, *fields: Any) -> torch.Tensor:
+def _scales_for(input: torch.Tensor, scale: torch.Tensor) -> list[float] | torch.Tensor:
+    scales: list[float] | torch.Tensor = scale.reshape(-1)
+    return scales if input.is_cuda else scale.reshape(-1).tolist()
+
+
+def _quantize_with_kernel(input: torch.Tensor, scale: torch.Tensor, *fields: Any) -> torch.Tensor:
     scheme = _Scheme(*fields)
     rows, columns = _matrix(input)
-    scales = scale.reshape(-1).tolist()
+    scales = _scales_for(input, scale)
     return compute(
         lambda out: scheme.op_with(input.dtype, rows, columns, scales, out), input, input.shape, scheme.dtype
     )
@@ -126,19 +152,19 @@ def _quantize_with_fake(input: torch.Tensor, scale: torch.Tensor, *fields: Any) 
     return input.new_empty(input.shape, dtype=_Scheme(*fields).dtype)
 
 
-def _quantize_into_cpu(input: torch.Tensor, scale: torch.Tensor, output: torch.Tensor, *fields: Any) -> None:
+def _quantize_into_kernel(input: torch.Tensor, scale: torch.Tensor, output: torch.Tensor, *fields: Any) -> None:
     rows, columns = _matrix(input)
     if input.numel():
-        run_op(_Scheme(*fields).op_with(input.dtype, rows, columns, scale.reshape(-1).tolist(), output), input)
+        run_op(_Scheme(*fields).op_with(input.dtype, rows, columns, _scales_for(input, scale), output), input)
 
 
 def _quantize_into_fake(input: torch.Tensor, scale: torch.Tensor, output: torch.Tensor, *fields: Any) -> None:
     return
 
 
-def _amax_cpu(input: torch.Tensor) -> torch.Tensor:
+def _amax_kernel(input: torch.Tensor) -> torch.Tensor:
     rows, columns = _matrix(input)
-    amax = torch.zeros(1, dtype=torch.float32)
+    amax = torch.zeros(1, dtype=torch.float32, device=input.device)
     if input.numel():
         op = _C.amax(src_type=str(input.dtype).removeprefix("torch."), rows=rows, columns=columns, amax=amax.data_ptr())
         run_op(op, input)
@@ -149,16 +175,16 @@ def _amax_fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(1, dtype=torch.float32)
 
 
-_quantize_op = register(f"quantize(Tensor input, {_SCHEME}) -> (Tensor, Tensor)", _quantize_cpu, _quantize_fake)
+_quantize_op = register(f"quantize(Tensor input, {_SCHEME}) -> (Tensor, Tensor)", _quantize_kernel, _quantize_fake)
 _quantize_with_op = register(
-    f"quantize_with(Tensor input, Tensor scale, {_SCHEME}) -> Tensor", _quantize_with_cpu, _quantize_with_fake
+    f"quantize_with(Tensor input, Tensor scale, {_SCHEME}) -> Tensor", _quantize_with_kernel, _quantize_with_fake
 )
 _quantize_into_op = register(
     f"quantize_into(Tensor input, Tensor scale, Tensor(a!) output, {_SCHEME}) -> ()",
-    _quantize_into_cpu,
+    _quantize_into_kernel,
     _quantize_into_fake,
 )
-_amax_op = register("amax(Tensor input) -> Tensor", _amax_cpu, _amax_fake)
+_amax_op = register("amax(Tensor input) -> Tensor", _amax_kernel, _amax_fake)
 
 
 # ---- on real tensors and on those of a checkpoint
@@ -192,12 +218,12 @@ def _quantize_with(
     """With given scales; straight into `output`, where it can be written so: the result is that then."""
     scale = scale.float()
     if not isinstance(input, CheckpointTensor):
-        if output is not None and output.shape == input.shape and output.is_cpu and has_rows(output):
+        if output is not None and output.shape == input.shape and output.device == input.device and has_rows(output):
             _quantize_into_op(input, scale, output, *_fields(scheme))
             return output
         result: torch.Tensor = _quantize_with_op(input, scale, *_fields(scheme))
         return result
-    values = known(scale)
+    values = values_of(scale)
     require(values is not None, "the scales of a tensor on disk must be known")
     assert values is not None
     rows, columns = _matrix(input)
