@@ -1,9 +1,9 @@
 // BufferRing: the staging memory, one reservation of huge pages cut into equal buffers that are used over and over.
 //
 // Memory: address space for all buffers is reserved at once; a buffer costs memory from its first use on. Those in
-// front are handed out first, so that a load that keeps few busy touches few. What is larger than a buffer gets several
-// that are neighbours; what is larger than all of them gets memory of its own, for one taker at a time. Threads: none
-// of its own; the caller serialises.
+// front are handed out first, so that a load that keeps few busy touches few, and would_grow() tells who could wait.
+// What is larger than a buffer gets several that are neighbours; what is larger than all of them gets memory of its
+// own, for one taker at a time. Threads: none of its own; the caller serialises.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,10 @@ class BufferRing {
   bool has_room(int64_t bytes) const {
     return is_large(bytes) ? !large_.has_value() : find(count_for(bytes)) != is_free_.end();
   }
+  // REQUIRES: has_room(bytes). Whether take(bytes) would hand out memory that nobody has used yet.
+  bool would_grow(int64_t bytes) const {
+    return is_large(bytes) || find(count_for(bytes)) - is_free_.begin() + count_for(bytes) > num_used_;
+  }
   // REQUIRES: bytes > 0, has_room(bytes). Throws std::bad_alloc where there is no memory for more than the ring holds.
   StagingBuffer take(int64_t bytes) {
     if (is_large(bytes)) {
@@ -46,6 +50,7 @@ class BufferRing {
     const auto found = find(count);
     const auto first = static_cast<int>(found - is_free_.begin());
     std::fill_n(is_free_.begin() + first, count, false);
+    num_used_ = std::max(num_used_, first + count);
     return {address(first), first, count};
   }
   void give_back(const StagingBuffer& buffer) {
@@ -70,6 +75,7 @@ class BufferRing {
   const int64_t buffer_bytes_;
   HugeMapping memory_;
   std::vector<bool> is_free_;
+  int num_used_ = 0;  // buffers that have been handed out, those in front
   std::optional<HugeMapping> large_;
 };
 

@@ -24,6 +24,9 @@ constexpr std::chrono::milliseconds kPause{1};
 constexpr std::chrono::milliseconds kPollInterval{10};
 // A smaller chunk is not worth pinning a whole buffer for.
 constexpr int64_t kMinRegisteredBytes = int64_t{1} << 20;
+// So many reads in flight come first; more of them may then take this share of the time to get memory.
+constexpr int kReadsBeforeSaving = 4;
+constexpr int kGrowthShare = 8;
 
 }  // namespace
 
@@ -134,7 +137,10 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     if (pipeline_.fault_ || queue.empty()) return false;
     const Work& work = queue.front();
     const Chunk& chunk = pipeline_.chunk_of(work);
-    if (chunk.staging_bytes > 0) return pipeline_.ring_->has_room(chunk.staging_bytes);
+    if (chunk.staging_bytes > 0) {
+      const BufferRing& ring = *pipeline_.ring_;
+      return ring.has_room(chunk.staging_bytes) && (!ring.would_grow(chunk.staging_bytes) || may_grow());
+    }
     const auto& ready_at = work.segment->preparation_done;
     return chunk.preparation < 0 || ready_at.empty() ||
            ready_at[static_cast<size_t>(chunk.preparation)] <= pipeline_.prepared_;
@@ -146,10 +152,21 @@ bool Pipeline::Lane::take_chunk(bool wait) {
   active->work = queue.front();
   queue.pop_front();
   const Chunk& chunk = pipeline_.chunk_of(active->work);
-  if (chunk.staging_bytes > 0) active->work.buffer = pipeline_.ring_->take(chunk.staging_bytes);
+  bool is_new = false;
+  if (chunk.staging_bytes > 0) {
+    is_new = pipeline_.ring_->would_grow(chunk.staging_bytes);
+    active->work.buffer = pipeline_.ring_->take(chunk.staging_bytes);
+  }
   const Read& read = active->work.segment->plan.reads[static_cast<size_t>(chunk.first_read)];
   active->file = pipeline_.files_[static_cast<size_t>(read.file)].get();
   lock.unlock();
+
+  if (direct_ && is_new && chunk.staging_bytes >= kMinRegisteredBytes) {
+    const auto begin = reinterpret_cast<int64_t>(active->work.buffer.memory);
+    if (bytes_grown_ == 0) first_growth_ = std::chrono::steady_clock::now();
+    growing_ += populate({begin, begin + chunk.staging_bytes});
+    bytes_grown_ += chunk.staging_bytes;
+  }
 
   // Registration is an offer: where it is refused (RLIMIT_MEMLOCK, an old kernel), reads go on without.
   if (register_files_ && !file_index_.contains(read.file)) {
@@ -172,6 +189,14 @@ bool Pipeline::Lane::take_chunk(bool wait) {
   current_ = active.get();
   chunks_.push_back(std::move(active));
   return true;
+}
+
+// Where memory takes longer to come than the reads that want it, a short load is done before the ring has all that it
+// may have, and few reads at a time keep storage nearly as busy.
+bool Pipeline::Lane::may_grow() const {
+  const auto at_hand = kHugePageAtHand * (1 + bytes_grown_ / kHugePageBytes);
+  return num_in_flight_ + static_cast<int>(requests_.size()) < kReadsBeforeSaving || growing_ <= at_hand ||
+         growing_ * kGrowthShare <= std::chrono::steady_clock::now() - first_growth_;
 }
 
 ReadRequest Pipeline::Lane::request_for(uint64_t token) {

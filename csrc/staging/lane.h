@@ -1,6 +1,7 @@
 // Lane: the thread that keeps one Reader's queue full. Part of Pipeline, see there.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -41,6 +42,8 @@ class Pipeline::Lane {
   // Collects what can be submitted now. Waits for work only when nothing is in flight.
   void collect_requests();
   bool take_chunk(bool wait);
+  // Whether reads shall go into memory that nobody has used yet, now.
+  bool may_grow() const;
   ReadRequest request_for(uint64_t token);
   void on_completion(const ReadCompletion& completion);
   void on_read_done(ActiveRead& read);
@@ -63,7 +66,11 @@ class Pipeline::Lane {
   std::vector<ReadRequest> requests_;
   int num_in_flight_ = 0;
   int64_t num_begun_ = 0;
-  Silence silence_;    // of storage, while reads are in flight
+  Silence silence_;  // of storage, while reads are in flight
+  // What memory new to the ring has taken to come, and since when: direct reads need it there.
+  std::chrono::nanoseconds growing_{};
+  int64_t bytes_grown_ = 0;
+  std::chrono::steady_clock::time_point first_growth_;
   bool busy_ = false;  // the system keeps saying "again": a pause is due
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet

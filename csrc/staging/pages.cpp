@@ -22,19 +22,12 @@ constexpr int64_t kMaxTouched = 8;
 
 // How many huge pages are touched to learn how long one takes; less than this, and small ones need not be.
 constexpr size_t kTrials = 4;
-constexpr std::chrono::microseconds kSoon{400};
 
 // madvise(2) of the pages that lie wholly inside the range.
 void advise(ByteRange memory, int64_t page, int advice) {
   const int64_t begin = align_up(memory.begin, page);
   const int64_t end = align_down(memory.end, page);
   if (begin < end) ::madvise(reinterpret_cast<void*>(begin), static_cast<size_t>(end - begin), advice);
-}
-
-std::chrono::nanoseconds time_to_populate(ByteRange memory) {
-  const auto begin = std::chrono::steady_clock::now();
-  advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
-  return std::chrono::steady_clock::now() - begin;
 }
 
 }  // namespace
@@ -47,6 +40,12 @@ HugeMapping::HugeMapping(int64_t bytes) : reserved_(static_cast<size_t>(bytes + 
 }
 
 HugeMapping::~HugeMapping() { ::munmap(memory_, reserved_); }
+
+std::chrono::nanoseconds populate(ByteRange memory) {
+  const auto begin = std::chrono::steady_clock::now();
+  advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
+  return std::chrono::steady_clock::now() - begin;
+}
 
 bool pages_untouched(ByteRange memory) {
   const int64_t page = ::sysconf(_SC_PAGESIZE);
@@ -77,9 +76,9 @@ bool huge_pages_come_sooner(std::span<const ByteRange> memory) {
   for (size_t i = 0; i < kTrials; ++i) {  // far apart: neighbours tend to be alike
     const ByteRange page = pages[i * pages.size() / kTrials];
     advise(page, kHugePageBytes, MADV_HUGEPAGE);
-    huge += time_to_populate(page);
+    huge += populate(page);
   }
-  return huge <= kTrials * kSoon || huge <= kTrials * time_to_populate(pages.back());
+  return huge <= kTrials * kHugePageAtHand || huge <= kTrials * populate(pages.back());
 }
 
 PagePreparer::PagePreparer(std::function<void(int64_t)> on_progress)
@@ -112,7 +111,7 @@ void PagePreparer::run() {
     const ByteRange memory = queue_.front();
     queue_.pop_front();
     lock.unlock();
-    advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
+    populate(memory);
     on_progress_(++done);
     lock.lock();
   }

@@ -5,6 +5,7 @@
 // in waits for each of them to be zeroed.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -37,6 +38,14 @@ class HugeMapping {
   std::byte* data_;
 };
 
+// What a huge page takes at most where memory is at hand. As a rule it is half of it; but where a virtual machine has
+// given its free memory back, the host has to find each of them again: 2.5 to 4.6 ms.
+inline constexpr std::chrono::microseconds kHugePageAtHand{400};
+
+// Has the whole pages of the range made, writable; returns how long that took. Contents are not changed. Failure is no
+// error: the pages then come when they are written to.
+std::chrono::nanoseconds populate(ByteRange memory);
+
 // Whether hardly a page of the range has been touched. One per huge page is looked at, and one in eight may have been:
 // an allocator leaves its marks between blocks. Memory that can't be asked about counts as touched.
 bool pages_untouched(ByteRange memory);
@@ -45,15 +54,13 @@ bool pages_untouched(ByteRange memory);
 void advise_huge_pages(std::span<const ByteRange> memory);
 
 // Whether huge pages come sooner than small ones, found out by touching a few MiB of the ranges, which nobody has
-// touched. As a rule they take a third of the time. But where a virtual machine has given its free memory back, the
-// host has to find each of them again: 2.5 to 4.6 ms for 2 MiB, not 0.2; and 0.7 in small pages, which come from what
-// was in use.
+// touched. As a rule they take a third of the time; but where they are not at hand, 2 MiB of small pages, which come
+// from what was in use, take 0.7 ms.
 bool huge_pages_come_sooner(std::span<const ByteRange> memory);
 
 // Prepares memory: advises the huge pages that lie wholly inside a range at once, and populates its whole pages, range
-// after range, on a thread. Contents are not changed, so neighbours on the same pages don't mind. Failure is no error:
-// the pages then come when they are written to. Threads: any may call. `on_progress(n)` is called, on the preparer's
-// thread, when the first n ranges are ready.
+// after range, on a thread. Contents are not changed, so neighbours on the same pages don't mind. Threads: any may
+// call. `on_progress(n)` is called, on the preparer's thread, when the first n ranges are ready.
 class PagePreparer {
  public:
   explicit PagePreparer(std::function<void(int64_t)> on_progress);

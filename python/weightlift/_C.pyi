@@ -4,7 +4,7 @@ weightlift's core: see csrc/README.md
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'resident_bytes']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'residency_method', 'resident_bytes', 'simd']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -92,11 +92,11 @@ class Ledger:
         """
     def pending_ids(self) -> list[int]:
         ...
-    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    def record(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_type: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_strides: tuple[int, ...], dst_type: typing.SupportsInt | typing.SupportsIndex, dst: typing.SupportsInt | typing.SupportsIndex, dst_strides: tuple[int, ...], sizes: tuple[int, ...], device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
         """
-        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes.
+        Records a transfer; returns how many bytes are waiting now. -1, and nothing is recorded, when elements overlap on either side. Strides in elements, offset in bytes. device: the index of the GPU that dst is on.
         """
-    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op) -> int:
+    def record_op(self, id: typing.SupportsInt | typing.SupportsIndex, file: typing.SupportsInt | typing.SupportsIndex, src_offset: typing.SupportsInt | typing.SupportsIndex, src_row_stride: typing.SupportsInt | typing.SupportsIndex, op: Op, device: typing.SupportsInt | typing.SupportsIndex = -1) -> int:
         """
         Records an op, of rows of the file that lie src_row_stride bytes apart; returns how many bytes are waiting.
         """
@@ -124,8 +124,10 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        ...
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex, device_staging_bytes: typing.SupportsInt | typing.SupportsIndex, twin_devices: bool = False) -> None:
+        """
+        twin_devices: for tests; see csrc/staging/twin_device.h.
+        """
     def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
@@ -144,9 +146,9 @@ class Pipeline:
         """
         Cancels, and waits for reads in flight. True: no memory is written to any more. False: time ran out.
         """
-    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False) -> int:
+    def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, device_caller: typing.Any = None) -> int:
         """
-        Starts a batch, which is empty afterwards; returns the segment's id.
+        Starts a batch, which is empty afterwards; returns the segment's id. device_caller: is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where transfers go to GPUs.
         """
     def take_landed(self) -> list[int]:
         ...
@@ -211,6 +213,10 @@ def probe_direct(path: str) -> dict[str, typing.Any]:
     """
     Whether the file can be read past the page cache, as csrc/readers/probe.h says.
     """
+def probe_uring(*, queue_depth: typing.SupportsInt | typing.SupportsIndex, buffer_bytes: typing.SupportsInt | typing.SupportsIndex, num_buffers: typing.SupportsInt | typing.SupportsIndex) -> dict[str, typing.Any]:
+    """
+    Whether io_uring can be had, and staging registered with it, as csrc/measure/probe_uring.h says.
+    """
 def quantize(*, src_type: str, type: str, rows: typing.SupportsInt | typing.SupportsIndex, columns: typing.SupportsInt | typing.SupportsIndex, block_rows: typing.SupportsInt | typing.SupportsIndex, block_columns: typing.SupportsInt | typing.SupportsIndex, divide: bool, limit: typing.SupportsFloat | typing.SupportsIndex, keep_nan: bool, min_amax: typing.SupportsFloat | typing.SupportsIndex, max_amax: typing.SupportsFloat | typing.SupportsIndex, min_scale: typing.SupportsFloat | typing.SupportsIndex, power_of_two: bool, e8m0_scales: bool, weight: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, scales: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] | None, device_amaxes: typing.SupportsInt | typing.SupportsIndex) -> Op:
     """
     device_amaxes: the address of a float32 for each block in the memory of a GPU, for launch() with large blocks; or 0.
@@ -229,7 +235,15 @@ def requantize_fp8_at(*, format: str, end_rows: collections.abc.Sequence[typing.
     """
     scales: the address of a float32 for each part, in the memory of the output. Their largest is the new scale.
     """
+def residency_method(path: str) -> str:
+    """
+    By which system call it is told what of the file is in the page cache: cachestat, mincore or unknown.
+    """
 def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.
+    """
+def simd() -> str:
+    """
+    The vector instructions that ops run with on this machine.
     """

@@ -20,11 +20,10 @@ are_twins = False
 
 def index_of(tensor: torch.Tensor) -> int | None:
     """Whose memory a real tensor is: HOST, or the index of a GPU; None where the core can't write to it."""
-    device = tensor.device
-    if device.type == "cpu":
+    if tensor.is_cpu:
         return HOST
-    if device.type == "cuda" and not refusal(device.index):
-        return device.index
+    if tensor.is_cuda and not refusal(tensor.get_device()):
+        return tensor.get_device()
     return None
 
 

@@ -198,9 +198,9 @@ class Program:
         Raises:
             RuntimeError: shapes do not fit, in torch's words; the program is closed.
         """
-        if dst.shape != src._shape or dst.device.type == "meta" or dst.numel() == 0:
+        if dst.shape != src._shape or dst.is_meta or dst.numel() == 0:
             _check_copy(dst, src)
-            if dst.device.type == "meta" or dst.numel() == 0:
+            if dst.is_meta or dst.numel() == 0:
                 return dst
         for program in tuple(watched):
             if program is not self:
@@ -311,11 +311,11 @@ class Program:
                 "answered, may yet write to its memory; load into new memory"
             )
         storage = storage_of(dst)
-        memory = (storage, storage.data_ptr(), storage.nbytes())
-        self._last_write[storage._cdata] = len(self._sources)
-        if self._waiting_memory.setdefault(storage._cdata, memory)[1:] != memory[1:]:
+        key, memory = storage._cdata, (storage, storage.data_ptr(), storage.nbytes())
+        self._last_write[key] = len(self._sources)
+        if self._waiting_memory.setdefault(key, memory)[1:] != memory[1:]:
             self._check_destinations()  # raises where copies into the old memory are pending
-            self._waiting_memory[storage._cdata] = memory
+            self._waiting_memory[key] = memory
 
     def _after_recording(self, source: Source, waiting: int) -> None:
         """Runs what was just recorded, or hands over what has gathered where that is enough."""

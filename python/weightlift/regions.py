@@ -13,7 +13,7 @@ from .tensor import empty, storage_of
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of its own that the core can write: not other subclasses, which only look so."""
     return (
-        (tensor.device.type == "cpu" or devices.index_of(tensor) is not None)
+        (tensor.is_cpu or devices.index_of(tensor) is not None)
         and tensor.layout == torch.strided
         and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     )
