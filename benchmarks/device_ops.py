@@ -149,7 +149,7 @@ def _seconds(actions: list[Callable[[], Any]], rounds: int) -> list[list[float]]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in actions]
     for number in range(rounds + 3):
         for action, its_events in zip(actions, events, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             action()
             end.record()
@@ -165,13 +165,14 @@ def measure(kernel: Kernel, rounds: int) -> dict[str, float]:
     results = [kernel.result(source) for source in sources]
     moved = sources[0].numel() * sources[0].itemsize + kernel.result_bytes(sources[0])
     copies = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in range(_BUFFERS)]
-    turns = [itertools.cycle(zip(sources, results, strict=True)), itertools.cycle(copies)]
+    turns = itertools.cycle(zip(sources, results, strict=True))
+    copy_turns = itertools.cycle(copies)
 
     def run() -> None:
-        kernel.run(*next(turns[0]))
+        kernel.run(*next(turns))
 
     def copy() -> None:
-        pair = next(turns[1])
+        pair = next(copy_turns)
         pair[0].copy_(pair[1])
 
     times, copy_times = _seconds([run, copy], rounds)

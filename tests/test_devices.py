@@ -149,19 +149,19 @@ def test_what_is_looked_at_early_has_landed(folder: Path, tensors: dict[str, Ten
 
 
 def test_a_model_is_loaded_and_its_coverage_proven(folder: Path, tensors: dict[str, Tensor], device: str) -> None:
-    model = torch.nn.Module()
-    model.register_parameter("large", torch.nn.Parameter(torch.zeros(1024, 1536, device=device)))
-    model.register_parameter("bf16", torch.nn.Parameter(torch.zeros(700, 333, device=device)))
+    large = torch.nn.Parameter(torch.zeros(1024, 1536, device=device))
+    bf16 = torch.nn.Parameter(torch.zeros(700, 333, device=device))
+    model = torch.nn.ParameterDict({"large": large, "bf16": bf16})
     report = weightlift.fast_load(model, folder, strict=False)
-    assert same(model.large.data, tensors["large"])
-    assert same(model.bf16.data, tensors["bf16"].float())
+    assert same(large.data, tensors["large"])
+    assert same(bf16.data, tensors["bf16"].float())
     assert report.gaps == []
     assert report.device_bytes == tensors["large"].nbytes + tensors["bf16"].nbytes
 
     def load_half_of_it(parameter: Tensor, loaded: Tensor) -> None:
         parameter[:512].copy_(loaded[:512])
 
-    model.large.weight_loader = load_half_of_it
+    large.weight_loader = load_half_of_it  # type: ignore[attr-defined]
     assert weightlift.fast_load(model, folder, strict=False).gaps == ["large[512:1024]"]
 
 
@@ -278,10 +278,10 @@ def test_why_a_gpu_is_left_to_torch_is_told(
 @gpu
 def test_copies_wait_for_the_callers_side_stream(folder: Path, tensors: dict[str, Tensor]) -> None:
     destination = torch.empty(1024, 1536, device="cuda")
-    stream = torch.cuda.Stream()
+    cuda: Any = torch.cuda
     # What is recorded on the stream is submitted on another.
-    with weightlift.open_checkpoint(folder) as checkpoint, torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+    with weightlift.open_checkpoint(folder) as checkpoint, cuda.stream(cuda.Stream()):
+        cuda._sleep(50_000_000)
         destination.fill_(-1)
         destination.copy_(checkpoint["large"])
     assert same(destination, tensors["large"])

@@ -359,9 +359,9 @@ def test_ops_wait_for_what_their_stream_does_before_and_for_no_other() -> None:
     weight = floats(512, 4096)
     expected, expected_scale = ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)
     source = weight.cuda()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(50_000_000)
         late = torch.zeros_like(source)
         late.copy_(source)  # on the side stream, behind the sleep
         q, scale = ops.scaled_fp8_quant(late, use_per_token_if_dynamic=True)

@@ -179,6 +179,8 @@ int TwinDevice::wait(DeviceEvent event) {
 int TwinDevice::give(int stream, Task task) {
   Stream& given = this->stream(stream);
   expect(!given.in_call.test_and_set(), "two threads give a stream work at a time");
+  // A call takes its time, in which another thread must not come to the same stream.
+  if (options_.max_delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(options_.max_delay_us / 10));
   const bool refused = refuses();
   if (!refused) {
     std::lock_guard lock(mutex_);

@@ -22,8 +22,8 @@ def index_of(tensor: torch.Tensor) -> int | None:
     """Whose memory a real tensor is: HOST, or the index of a GPU; None where the core can't write to it."""
     if tensor.is_cpu:  # quicker to ask for than the device, which is an object made each time
         return HOST
-    if tensor.is_cuda and not refusal(tensor.device.index):
-        return tensor.device.index
+    if tensor.is_cuda and not refusal(tensor.get_device()):
+        return tensor.get_device()
     return None
 
 

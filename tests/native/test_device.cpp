@@ -406,10 +406,13 @@ TEST_CASE("nothing is read in place into a device, nor is its memory prepared") 
   PlanOptions options;
   options.chunk_bytes = kMiB;
   options.mode_of = [](int32_t, ByteRange) { return ReadMode{true, 512, 512, false}; };
-  options.can_prepare = [](ByteRange) { return true; };
+  int num_asked = 0;
+  options.can_prepare = [&](ByteRange) { return ++num_asked > 0; };
   Transfer transfer = contiguous(0, 0, 0, 16 * kMiB, memory.data());
   CHECK(!plan_reads({transfer}, options).preparations.empty());
+  num_asked = 0;
   const Plan plan = plan_reads({to_device(transfer)}, options);
+  CHECK(num_asked == 0);
   CHECK(plan.preparations.empty());
   CHECK(plan.advised.empty());
   for (const Read& read : plan.reads) CHECK(read.destination == nullptr);
