@@ -359,6 +359,7 @@ def test_ops_wait_for_what_their_stream_does_before_and_for_no_other() -> None:
     weight = floats(512, 4096)
     expected, expected_scale = ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)
     source = weight.cuda()
+    ops.scaled_fp8_quant(source, use_per_token_if_dynamic=True)  # loading a kernel may wait for all streams
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
