@@ -15,7 +15,7 @@ import dataclasses
 import fnmatch
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def table(parts: list[Part], figures: list[Figure]) -> str:
     return f"{_columns(lines, right=2)}\n\n{_columns(figure_lines, right=1)}"
 
 
-def _columns(lines: list[tuple[str, ...]], right: int) -> str:
+def _columns(lines: Sequence[tuple[str, ...]], right: int) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

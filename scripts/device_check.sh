@@ -70,7 +70,7 @@ for module in pytest hypothesis numpy safetensors; do
   has_module "$module" || say "missing, which tests will fail for: Python's $module"
 done
 sanitizer=$(command -v compute-sanitizer || true)
-say "$driver_finds_gpu"
+say "${driver_finds_gpu:-a GPU that torch finds}"
 say "$("${CUDACXX:-nvcc}" --version | grep release), $("$PYTHON" --version), $("$PYTHON" -c 'import torch; print("torch", torch.__version__)')"
 
 # 2. A folder in memory, for a checkpoint and then some: where the machine's is small, one of our own.
