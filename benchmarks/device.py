@@ -56,10 +56,11 @@ _THREADS = (4, 8, 16)
 _ROUNDS, _COLD_ROUNDS = 7, 3
 _MAX_SECONDS = 20.0  # of a comparison: no new round after it
 
-# What has the CPU wait until the GPU has done what it was given; the last ones while they give memory back.
+# What has the CPU wait until the GPU has done what it was given; those of the last line while they give memory back.
 _SYNCHRONISING = {
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMemcpy", "cudaMemcpy2D", "cudaMemset"),
-    *("cuCtxSynchronize", "cuStreamSynchronize", "cudaFree", "cudaFreeHost", "cudaHostUnregister"),
+    *("cuCtxSynchronize", "cuStreamSynchronize"),
+    *("cudaFree", "cudaFreeHost", "cudaHostUnregister"),
 }
 _COPY = "cudaMemcpyAsync"
 _WORK = {_COPY, "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
@@ -147,7 +148,7 @@ def source_figures(source: str, folder: Path) -> Iterator[Figure]:
 
     def prepared(action: Callable[[], float]) -> Callable[[], float]:
         def run() -> float:
-            if cold or (source == "page cache" and cached_fraction(paths) < 1):
+            if cold or (source == "page cache" and cached_fraction(paths) < 0.99):
                 require_state(paths, cold=cold)
             return action()
 
@@ -177,21 +178,19 @@ def source_figures(source: str, folder: Path) -> Iterator[Figure]:
     reads = {name: max(rates) for name, rates in samples.items() if name.startswith("read")}
     best = max(reads, key=lambda name: reads[name])
     slower = min(copy_rate, reads[best])
-    way = f"{report.files[0].reader}, {report.files[0].strategy}" if report.files else ""
-    notes = "; ".join([way, *report.fallbacks])
 
-    def gigabytes(name: str) -> list[float]:
-        return [rate / 1e9 for rate in samples[name]]
+    def gigabytes(name: str) -> dict[str, list[float]]:
+        return {f"{name}, GB/s": [rate / 1e9 for rate in samples[name]]}
 
     yield measured(f"{source}: copy from pinned memory to the GPU", copy_rate / 1e9, gigabytes("copy"))
-    how = f"{best.removeprefix('read ')} threads, {'O_DIRECT' if direct else 'buffered'}"
-    yield measured(f"{source}: read into host memory", reads[best] / 1e9, gigabytes(best), how)
-    yield measured(f"{source}: load into the GPU", load_rate / 1e9, gigabytes("load"), notes)
-    slow_one = "copy" if slower == copy_rate else "read"
-    yield measured(
-        f"{source}: load, of the slower of copy and read", load_rate / slower, note=f"that is the {slow_one}"
-    )
-    yield measured(f"{source}: safetensors' time, of the load's", load_rate / theirs, gigabytes("safetensors"))
+    note = f"{best.removeprefix('read ')} threads, {'O_DIRECT' if direct else 'buffered'}"
+    yield measured(f"{source}: read into host memory", reads[best] / 1e9, gigabytes(best), note)
+    note = "; ".join([f"{report.files[0].reader}, {report.files[0].strategy}", *report.fallbacks])
+    yield measured(f"{source}: load into the GPU", load_rate / 1e9, gigabytes("load"), note)
+    note = f"that is the {'copy' if slower == copy_rate else 'read'}"
+    yield measured(f"{source}: load, of the slower of copy and read", load_rate / slower, note=note)
+    note = f"{theirs / 1e9:.2f} GB/s"
+    yield measured(f"{source}: safetensors' time, of the load's", load_rate / theirs, gigabytes("safetensors"), note)
 
 
 def fused_figures(gibibytes: float) -> Iterator[Figure]:
@@ -207,7 +206,8 @@ def fused_figures(gibibytes: float) -> Iterator[Figure]:
         )
         plain, transformed = (min(samples[variant]) for variant in ("plain", "fused"))
         note = f"{1e3 * transformed:.1f} ms beside {1e3 * plain:.1f}"
-        yield measured(f"fused load, of the plain one's time: {name}", transformed / plain, samples["fused"], note)
+        seconds = {f"{variant}, s": samples[variant] for variant in samples}
+        yield measured(f"fused load, of the plain one's time: {name}", transformed / plain, seconds, note)
         shutil.rmtree(folder)
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import fnmatch
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Figure:
 
     Attributes:
         at_least, at_most: the target.
-        samples: what was measured, in the order of the rounds.
+        samples: what was measured, in the order of the rounds, by what it is, with its unit.
         note: what else is to be known of it.
     """
 
@@ -39,7 +39,7 @@ class Figure:
     at_least: float | None = None
     at_most: float | None = None
     value: float | None = None
-    samples: list[float] = dataclasses.field(default_factory=list)
+    samples: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
     note: str = ""
 
     @property
@@ -82,11 +82,11 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-def measured(name: str, value: float, samples: Iterable[float] = (), note: str = "") -> Figure:
+def measured(name: str, value: float, samples: Mapping[str, list[float]] | None = None, note: str = "") -> Figure:
     """The figure of that name, with its value."""
     for figure in FIGURES:
         if fnmatch.fnmatchcase(name, figure.name):
-            return dataclasses.replace(figure, name=name, value=value, samples=list(samples), note=note)
+            return dataclasses.replace(figure, name=name, value=value, samples=samples or {}, note=note)
     raise ValueError(f"no such figure: {name}")
 
 

@@ -84,7 +84,7 @@ def test_the_report_is_a_table_and_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "parts.tsv").write_text("build\tpassed\t42\tbuilt for 90\ntests\tFAILED with 1\t7\t\n")
-    figure = measured("disk: load into the GPU", 3.25, [3.0, 3.25], "pread, direct")
+    figure = measured("disk: load into the GPU", 3.25, {"load, GB/s": [3.0, 3.25]}, "pread, direct")
     write(tmp_path / "loads.json", {"host": {"gpu": "G"}, "figures": [vars(figure)]})
     monkeypatch.setattr(sys, "argv", ["device_report", str(tmp_path), str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
@@ -99,7 +99,7 @@ def test_the_report_is_a_table_and_a_document(
     assert document["host"] == {"gpu": "G"}
     assert document["parts"][1] == {"name": "tests", "outcome": "FAILED with 1", "seconds": 7, "detail": ""}
     found = next(one for one in document["figures"] if one["name"] == figure.name)
-    assert (found["value"], found["samples"], found["verdict"]) == (3.25, [3.0, 3.25], "")
+    assert (found["value"], found["samples"], found["verdict"]) == (3.25, {"load, GB/s": [3.0, 3.25]}, "")
 
 
 def test_calls_that_wait_count_between_the_first_work_and_the_last() -> None:
