@@ -155,6 +155,12 @@ esac
 """
 
 
+def program(host: Path, name: str, text: str) -> None:
+    path = host / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
     """A folder with the script, what it takes of the repository, and programs of a host."""
@@ -164,13 +170,8 @@ def host(tmp_path: Path) -> Path:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("gpu = pytest.mark.gpu\n")
     (tmp_path / "bin").mkdir()
+    program(tmp_path, "mount", "#!/bin/sh\nexit 1\n")
     return tmp_path
-
-
-def program(host: Path, name: str, text: str) -> None:
-    path = host / "bin" / name
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 def run_script(host: Path, **answers: Any) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
