@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(devices, "are_twins", True)
     monkeypatch.setattr(devices, "index_of", index_of)
-    monkeypatch.setattr(devices.DeviceCaller, "stream_of", lambda self, device: 0)
+    monkeypatch.setattr(devices, "current_stream", lambda device: 0)
     monkeypatch.setattr(devices.DeviceCaller, "allocate", allocate)
 
 
@@ -185,6 +186,29 @@ def test_scratch_keeps_to_its_budget_and_is_given_back(folder: Path, tensors: di
     assert same(destination, tensors["large"].t())
 
 
+def test_copies_come_behind_the_streams_on_which_they_were_recorded(
+    folder: Path, twins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = {"current": 0}
+    followed: list[set[int]] = []
+    streams_of = devices.DeviceCaller.streams_of
+
+    def note(self: devices.DeviceCaller, device: int) -> list[int]:
+        followed.append(set(streams_of(self, device)))
+        return [0]
+
+    monkeypatch.setattr(devices, "index_of", lambda tensor: 0)
+    monkeypatch.setattr(devices, "current_stream", lambda device: stream["current"])
+    monkeypatch.setattr(devices.DeviceCaller, "streams_of", note)
+    with weightlift.open_checkpoint(folder) as checkpoint:
+        for stream["current"] in (1, 2):
+            torch.zeros(1024, 1536).copy_(checkpoint["large"])
+        stream["current"] = 3
+        checkpoint.run()
+        torch.zeros(700, 333).copy_(checkpoint["bf16"])
+    assert followed == [{1, 2, 3}, {3}]
+
+
 def test_a_failing_allocation_ends_the_load(folder: Path, twins: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: devices.DeviceCaller, device: int, num_bytes: int) -> int:
         raise torch.OutOfMemoryError(f"no {num_bytes} bytes")
@@ -197,6 +221,20 @@ def test_a_failing_allocation_ends_the_load(folder: Path, twins: None, monkeypat
     ):
         destination.copy_(checkpoint["large"].t())
     assert not destination.any()
+
+
+def test_ctrl_c_while_a_segment_is_submitted_ends_the_load(
+    folder: Path, twins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: devices.DeviceCaller, device: int) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices.DeviceCaller, "streams_of", interrupt)
+    left_as_if_all_were_well = pytest.raises(KeyboardInterrupt)
+    with left_as_if_all_were_well, weightlift.open_checkpoint(folder) as checkpoint:
+        torch.zeros(1024, 1536).copy_(checkpoint["large"])
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpoint.run()
 
 
 def test_a_fault_of_a_device_names_file_and_tensor() -> None:
@@ -241,7 +279,8 @@ def test_why_a_gpu_is_left_to_torch_is_told(
 def test_copies_wait_for_the_callers_side_stream(folder: Path, tensors: dict[str, Tensor]) -> None:
     destination = torch.empty(1024, 1536, device="cuda")
     cuda: Any = torch.cuda
-    with cuda.stream(cuda.Stream()), weightlift.open_checkpoint(folder) as checkpoint:
+    # What is recorded on the stream is submitted on another.
+    with weightlift.open_checkpoint(folder) as checkpoint, cuda.stream(cuda.Stream()):
         cuda._sleep(50_000_000)
         destination.fill_(-1)
         destination.copy_(checkpoint["large"])

@@ -186,6 +186,27 @@ def test_storage_that_stops_answering_is_an_error_within_the_time_out(
 
 
 @every_reader
+def test_what_a_look_reads_into_is_kept_too(
+    fuse: Fuse, path: Path, backend: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed_over: list[int] = []
+    end = unanswered.end
+
+    def note(pipeline: Any, memory: Any, ops: Any) -> str | None:
+        handed_over.extend(storage.data_ptr() for storage in memory)
+        return end(pipeline, memory, ops)
+
+    monkeypatch.setattr(unanswered, "end", note)
+    fuse.fails(f"hang {9 * MiB}")
+    into = memory()["w6"]
+    checkpoint = open_checkpoint(path, config=config(backend, strategy, io_timeout_seconds=0.3))
+    with pytest.raises(CheckpointReadError, match="has not answered"), checkpoint:  # noqa: PT012  # in the block
+        into.copy_(checkpoint["w6"])
+        into.sum()
+    assert into.untyped_storage().data_ptr() in handed_over
+
+
+@every_reader
 def test_memory_is_loaded_into_again_when_the_answers_have_come(
     fuse: Fuse, path: Path, tensors: dict[str, Tensor], backend: str, strategy: str
 ) -> None:

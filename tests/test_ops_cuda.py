@@ -12,6 +12,7 @@ import torch
 from golden_data import Case, cases
 from test_ops import FN, FNUZ, same
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightlift import ops
 from weightlift.ops import fp8
@@ -291,6 +292,28 @@ def test_every_op_is_run_on_a_gpu_here() -> None:
     for name in ops.__all__:
         if not inspect.isclass(getattr(ops, name)) and name != "marlin_padded_nk":  # of numbers alone
             assert f"ops.{name}" in text, name
+
+
+class NoDivisionsByNumbers(TorchDispatchMode):
+    """torch on a GPU multiplies with the inverse instead, which is another number unless it is a power of two."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.div.Tensor or isinstance(args[1], Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_scales_are_quotients_on_a_gpu_too() -> None:
+    weight = floats(64, 128)
+    with NoDivisionsByNumbers():
+        ops.scaled_fp8_quant(weight)
+        ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)
+        ops.shared_fp8_scale(weight, weight)
+        ops.scaled_int8_quant(weight)
+        ops.per_block_cast_to_fp8(weight)
+        ops.mxfp8_e4m3_quantize(weight)
+        ops.per_token_group_quant_fp8(weight, 128)
+        with pytest.raises(AssertionError):
+            weight / 448
 
 
 # ---- how they run

@@ -206,7 +206,11 @@ PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_c
 DeviceCaller to_device_caller(const py::object& caller) {
   return {[&caller](int32_t device) {
             const py::gil_scoped_acquire acquire;
-            return reinterpret_cast<DeviceStream>(caller.attr("stream_of")(device).cast<uintptr_t>());
+            std::vector<DeviceStream> streams;
+            for (const auto handle : caller.attr("streams_of")(device).cast<std::vector<uintptr_t>>()) {
+              streams.push_back(reinterpret_cast<DeviceStream>(handle));
+            }
+            return streams;
           },
           [&caller](int32_t device, int64_t bytes) {
             const py::gil_scoped_acquire acquire;
@@ -432,7 +436,7 @@ PYBIND11_MODULE(_C, m) {
           "device_caller"_a = py::none(),
           "Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read "
           "along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). "
-          "`device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, "
+          "`device_caller` is asked for streams_of(device), handles, and allocate(device, num_bytes), an address, "
           "where "
           "transfers go to GPUs.")
       .def(

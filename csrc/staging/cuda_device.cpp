@@ -46,10 +46,14 @@ class CudaGpu final : public Device {
 
   int num_streams() const override { return kNumStreams; }
   int follow(DeviceStream caller) override {
-    return beside_the_caller([this, caller] {
-      if (auto error = cudaEventRecord(followed_, static_cast<cudaStream_t>(caller))) return error;
-      for (cudaStream_t stream : streams_) {
-        if (auto error = cudaStreamWaitEvent(stream, followed_, 0)) return error;
+    return beside_the_caller([this, stream = static_cast<cudaStream_t>(caller)] {
+      // Whoever waits for a stream that is being captured becomes part of the graph.
+      auto capture = cudaStreamCaptureStatusNone;
+      if (auto error = cudaStreamIsCapturing(stream, &capture)) return error;
+      if (capture != cudaStreamCaptureStatusNone) return cudaErrorStreamCaptureUnsupported;
+      if (auto error = cudaEventRecord(followed_, stream)) return error;
+      for (cudaStream_t own : streams_) {
+        if (auto error = cudaStreamWaitEvent(own, followed_, 0)) return error;
       }
       return cudaSuccess;
     });

@@ -35,7 +35,8 @@ class Device {
 
   // Streams of its own, [0, num_streams()): none of them waits for another, or for the caller's, but by follow().
   virtual int num_streams() const = 0;
-  // What they are given from here on starts when all is done that a stream of the caller's was given so far.
+  // What they are given from here on starts when all is done that a stream of the caller's was given so far. Refused
+  // where that records a graph.
   virtual int follow(DeviceStream caller) = 0;
 
   // Copies from host memory.

@@ -55,8 +55,8 @@ Fault Devices::prepare(const Plan& plan, const DeviceCaller& caller) {
     DeviceLane& lane = start(device);
     if (const int64_t bytes = lane.scratch_needed(plan)) provide_scratch(lane, device, bytes, caller);
     // Last: the caller's allocator may give out memory that its stream still uses.
-    if (const int status = lane.device()->follow(caller.stream_of(device))) {
-      return lane.fault_of(status, *first);
+    for (DeviceStream stream : caller.streams_of(device)) {
+      if (const int status = lane.device()->follow(stream)) return lane.fault_of(status, *first);
     }
   }
   return {};

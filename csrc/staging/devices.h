@@ -29,8 +29,8 @@ namespace weightlift {
 
 // What a segment needs of its caller, on the thread that submits it, where transfers go to devices.
 struct DeviceCaller {
-  // The stream that the destinations were last written on.
-  std::function<DeviceStream(int32_t device)> stream_of;
+  // The streams that destinations, and what ops refer to, were last written on, and that `allocate` gives memory for.
+  std::function<std::vector<DeviceStream>(int32_t device)> streams_of;
   // Memory of a device, aligned to 256 bytes, until the Pipeline has ended. May throw.
   std::function<std::byte*(int32_t device, int64_t bytes)> allocate;
 };

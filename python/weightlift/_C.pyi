@@ -148,7 +148,7 @@ class Pipeline:
         """
     def submit(self, batch: Batch, *, barrier: bool = False, urgent: bool = False, shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None, device_caller: typing.Any = None) -> int:
         """
-        Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). `device_caller` is asked for stream_of(device), a handle, and allocate(device, num_bytes), an address, where transfers go to GPUs.
+        Starts a batch, which is empty afterwards; returns the segment's id. `shared`, where other processes read along: tensors that they read too, if all of their bytes are needed here: (file, begin, end). `device_caller` is asked for streams_of(device), handles, and allocate(device, num_bytes), an address, where transfers go to GPUs.
         """
     def take_landed(self) -> list[int]:
         ...

@@ -51,6 +51,11 @@ def refusal(index: int) -> str:
     return ""
 
 
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream of a GPU. It is asked for with each copy, so without making an object."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 class DeviceCaller:
     """What the core asks for while a batch is submitted.
 
@@ -60,10 +65,16 @@ class DeviceCaller:
 
     def __init__(self) -> None:
         self.scratch: list[torch.Tensor] = []
+        self._streams: dict[int, set[int]] = {}
 
-    def stream_of(self, device: int) -> int:
-        """The handle of the stream on which the caller writes to that GPU: torch's current one."""
-        return torch.cuda.current_stream(device).cuda_stream
+    def note_stream(self, device: int) -> None:
+        """Notes the current stream of a GPU: copies there that are recorded now come behind what it has been given."""
+        self._streams.setdefault(device, set()).add(current_stream(device))
+
+    def streams_of(self, device: int) -> list[int]:
+        """The handles of the streams noted since the last call, and of the current one, which `allocate` uses."""
+        self.note_stream(device)
+        return sorted(self._streams.pop(device))
 
     def allocate(self, device: int, num_bytes: int) -> int:
         """The address of new memory there."""

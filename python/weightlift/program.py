@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
     from .entries import CheckpointFiles, Shard, TensorEntry
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 # A segment is handed over when it holds this many bytes, or fewer when the stream of tensors leaves a shard.
 _SEGMENT_BYTES = 64 * MiB
@@ -153,7 +155,7 @@ class Program:
         self.wait_seconds = 0.0
         self._past: list[dict[str, object]] = []
         self._fallbacks: dict[str, None] = {}  # an ordered set
-        self._failed: Exception | None = None  # what ended a recording; nothing is recorded or run after it
+        self._failed: BaseException | None = None  # what ended a recording; nothing is recorded or run after it
         _programs.add(self)
 
     @property
@@ -267,9 +269,7 @@ class Program:
                 0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)
             )
             shape = tuple(dst.shape)
-        device = devices.index_of(dst)
-        assert device is not None  # it is addressable
-        self._hold(dst)
+        device = self._hold(dst)
         waiting = self._ledger.record(
             len(self._sources),
             source.file,
@@ -294,9 +294,7 @@ class Program:
         row_stride = None if op is None else pending.row_stride(op)
         if op is None or row_stride is None:
             return False
-        device = devices.index_of(dst)
-        assert device is not None  # it is addressable
-        self._hold(dst)
+        device = self._hold(dst)
         if device != devices.HOST:
             self._waiting_ops.append(op)
         source = pending.source._source
@@ -306,8 +304,8 @@ class Program:
         self._after_recording(source, waiting)
         return True
 
-    def _hold(self, dst: torch.Tensor) -> None:
-        """Keeps the memory of a destination until what is recorded now has landed."""
+    def _hold(self, dst: torch.Tensor) -> int:
+        """Keeps the memory of a destination until what is recorded now has landed. Returns whose it is."""
         if unanswered.kept and unanswered.may_be_written(span_of(dst)):
             raise RuntimeError(
                 f"{self.name_of(dst.data_ptr()) or 'a destination'}: reads of an earlier load, which storage has not "
@@ -319,6 +317,11 @@ class Program:
         if self._waiting_memory.setdefault(key, memory)[1:] != memory[1:]:
             self._check_destinations()  # raises where copies into the old memory are pending
             self._waiting_memory[key] = memory
+        device = devices.index_of(dst)
+        assert device is not None  # it is addressable
+        if device != devices.HOST:
+            self._device_caller.note_stream(device)
+        return device
 
     def _after_recording(self, source: Source, waiting: int) -> None:
         """Runs what was just recorded, or hands over what has gathered where that is enough."""
@@ -603,12 +606,12 @@ class Program:
                 shared=self._shared_tensors(batch),
                 device_caller=self._device_caller,
             )
-        except Exception as error:  # no memory, no threads: the ledger has handed over what will never land
+            self._last_segment = segment
+            if batch.label >= 0:
+                self._labels[segment] = batch.label
+        except BaseException as error:  # no memory, no threads, Ctrl-C: the ledger has let go of what will never land
             self._end(error)
             raise
-        self._last_segment = segment
-        if batch.label >= 0:
-            self._labels[segment] = batch.label
         self._note_landed()
         return segment
 
@@ -713,7 +716,7 @@ class Program:
             self._failed = error
         return error
 
-    def _end(self, failure: Exception) -> Exception:
+    def _end(self, failure: _Error) -> _Error:
         """Drops what is pending because of a failure. Whoever catches that inside the block can't end it as if all were
         well."""
         if self.recording:
@@ -736,7 +739,9 @@ class Program:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is None:
             return None
-        storages = [storage for _, started in self._started_memory for storage, _, _ in started.values()]
+        # Of what waits, some may be on its way: what someone looked at, or a part of what was being started.
+        memory = [self._waiting_memory, *(started for _, started in self._started_memory)]
+        storages = [storage for held in memory for storage, _, _ in held.values()]
         storages += map(storage_of, (*self._reading.values(), *self._device_caller.scratch))
         try:
             ops = [*self._waiting_ops, *(op for _, started in self._started_ops for op in started)]

@@ -25,7 +25,7 @@ struct DeviceRig {
   Rig rig;
   std::array<TwinOptions, 2> options;
   std::array<std::shared_ptr<TwinDevice>, 2> twins;
-  std::array<DeviceStream, 2> streams{};  // the caller's
+  std::array<std::vector<DeviceStream>, 2> streams;  // the caller's
   std::array<int64_t, 2> allocated{};
 
   explicit DeviceRig(Rig of, int64_t scratch_bytes = 8 * kChunk) : rig(std::move(of)) {
@@ -103,30 +103,33 @@ TEST_CASE("everything lands on the devices it is for, however late and in whatev
   }
 }
 
-TEST_CASE("the copies of each segment wait for what the caller's stream was given before") {
+TEST_CASE("the copies of each segment wait for what the caller's streams were given before") {
   const TestFile file(kMiB);
   Memory memory(kMiB);
   DeviceRig rig(make_rig(Strategy::kBuffered));
-  rig.streams[0] = rig.twin(0)->make_stream();
+  rig.streams[0] = {rig.twin(0)->make_stream(), rig.twin(0)->make_stream()};
   Pipeline pipeline(rig.rig.options);
   pipeline.add_file(file.path(), file.identity());
-  for (const bool is_strided : {false, true, false}) {
-    CAPTURE(is_strided);
-    std::atomic<bool> may_fill{false};
-    rig.twin(0)->enqueue(rig.streams[0], [&] {
-      while (!may_fill) std::this_thread::sleep_for(1ms);
-      std::memset(memory.data(), 0xEE, kMiB);
-    });
-    const Transfer transfer =
-        to_device(is_strided ? staged(0, 0, 0, 100'000, memory.data()) : contiguous(0, 0, 0, kMiB / 2, memory.data()));
-    const int64_t segment = pipeline.submit({transfer}, Order::kAppend, rig.caller());
-    CHECK(!pipeline.wait(segment, 100ms));
-    may_fill = true;
-    CHECK(pipeline.wait(segment, kLong));
-    CHECK(!pipeline.fault());
-    std::vector<std::byte> expected(kMiB, std::byte{0xEE});
-    copy_naively(transfer, file.bytes(), expected.data());
-    CHECK(holds(memory, expected.data(), kMiB));
+  for (const int of_stream : {0, 1, 0, 1}) {
+    for (const bool is_strided : {false, true}) {
+      CAPTURE(of_stream);
+      CAPTURE(is_strided);
+      std::atomic<bool> may_fill{false};
+      rig.twin(0)->enqueue(rig.streams[0][static_cast<size_t>(of_stream)], [&] {
+        while (!may_fill) std::this_thread::sleep_for(1ms);
+        std::memset(memory.data(), 0xEE, kMiB);
+      });
+      const Transfer transfer = to_device(is_strided ? staged(0, 0, 0, 100'000, memory.data())
+                                                     : contiguous(0, 0, 0, kMiB / 2, memory.data()));
+      const int64_t segment = pipeline.submit({transfer}, Order::kAppend, rig.caller());
+      CHECK(!pipeline.wait(segment, 100ms));
+      may_fill = true;
+      CHECK(pipeline.wait(segment, kLong));
+      CHECK(!pipeline.fault());
+      std::vector<std::byte> expected(kMiB, std::byte{0xEE});
+      copy_naively(transfer, file.bytes(), expected.data());
+      CHECK(holds(memory, expected.data(), kMiB));
+    }
   }
 }
 

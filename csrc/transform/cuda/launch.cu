@@ -5,7 +5,9 @@
 namespace weightlift {
 
 int launch_zeros(void* memory, int64_t bytes, DeviceStream stream) {
-  return cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
+  const auto status = cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
+  if (status != cudaSuccess) cudaGetLastError();  // or the next launch of the thread would be told
+  return status;
 }
 
 std::string describe_device_status(int status) {

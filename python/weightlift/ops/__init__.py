@@ -5,8 +5,9 @@ on torch's current stream where they are on a GPU, with the same bytes as its re
 torch.library as `weightlift::...`, so that meta tensors and torch.compile know its result. On tensors of an open
 checkpoint it is recorded, and runs on each chunk as it lands, once the result is copied somewhere.
 
-Nothing waits for a GPU: values there, such as scales, are not checked. The two exceptions are
-nvfp4_marlin_process_scales, and `scale_ub` of scaled_fp8_quant, which become numbers of Python.
+Nothing is read back from a GPU: values there, such as scales, are not checked. The two exceptions are
+nvfp4_marlin_process_scales, and `scale_ub` of scaled_fp8_quant, which become numbers of Python. What waits for the GPU
+besides is torch, where it takes a list of Python's there: in the ops on scales, zero points and biases.
 
 Where upstream rounds or saturates more than it has to, or makes numbers of NaN, `compat="vllm"` asks for its bytes.
 """

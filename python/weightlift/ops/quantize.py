@@ -350,7 +350,9 @@ def shared_fp8_scale(*parts: torch.Tensor, dtype: torch.dtype = torch.float8_e4m
     for part in parts:
         _check_input("shared_fp8_scale", part, dtype, None)
     amaxes = [_amax_op(part._read() if isinstance(part, CheckpointTensor) else part) for part in parts]
-    scale = torch.cat(amaxes).amax(0, keepdim=True) / LIMITS[dtype]
+    amax = torch.cat(amaxes).amax(0, keepdim=True)
+    # By a tensor: instead of dividing by a number, torch on a GPU multiplies with its inverse, which rounds twice.
+    scale = amax / torch.full_like(amax, LIMITS[dtype])
     return scale if group is None else _shared(scale, group)
 
 
