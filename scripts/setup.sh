@@ -2,7 +2,8 @@
 # Makes .venv and installs the package into it, for development: Python files are used where they lie, the native module
 # is rebuilt when its sources change. Says what it does; does nothing when nothing changed.
 #   scripts/setup.sh [test] [lint] [demo]     what to install beside the package
-# Variables: PYTHON (interpreter, default python3), TORCH (default torch==2.13.0, whose PyPI build for Linux is the CPU one).
+# Variables: PYTHON (interpreter, default python3), TORCH (default torch==2.13.0, whose PyPI build for Linux is the CPU one),
+# WEIGHTLIFT_CUDA (default: where there is a GPU, since its compiler takes minutes; scripts/cuda_check.sh compiles all of it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -84,6 +85,7 @@ install_once requirements "$TORCH $(requirements build run)" pip_requirements bu
 sources=$(find csrc CMakeLists.txt pyproject.toml python/weightlift/_version.py -type f ! -name '*.md' -print0 | sort -z |
   xargs -0 sha256sum | sha256sum)
 has_header liburing.h && uring=found || uring=missing
+[[ -n ${WEIGHTLIFT_CUDA:-} || -e /dev/nvidiactl ]] || export WEIGHTLIFT_CUDA=OFF
 cuda="${WEIGHTLIFT_CUDA:-AUTO} ${WEIGHTLIFT_CUDA_ARCHITECTURES:-} $(command -v "${CUDACXX:-nvcc}" || echo missing)"
 install_once weightlift \
   "$PWD ${WEIGHTLIFT_URING:-AUTO} ${WEIGHTLIFT_WERROR:-OFF} liburing $uring cuda $cuda $sources" \

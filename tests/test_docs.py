@@ -193,7 +193,7 @@ def source_text() -> str:
 
 
 # Names that belong to others: kernels, file systems, containers, other libraries.
-FOREIGN_NAMES = {"SGLANG_PLUGINS", "VLLM_PLUGINS", "read_ahead_kb"}
+FOREIGN_NAMES = {"SGLANG_PLUGINS", "VLLM_PLUGINS", "manylinux_2_35", "max_read", "read_ahead_kb"}
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_an_ordinary_machine_needs_no_note(available: Any, on: Any) -> None:
         num_threads=min(8, len(os.sched_getaffinity(0))),
         chunk_bytes=2 * MiB,
         staging_bytes=256 * MiB,
-        device_staging_bytes=4 * (2 * MiB + (16 << 10)),
+        device_staging_bytes=256 * MiB,
         merge_gap_bytes=16 << 10,
         open_ahead=0,
         notes=(),

@@ -117,15 +117,16 @@ DirectIo probe_by_reading(int fd, const Pages& pages, int64_t file_size) {
 
 }  // namespace
 
-DirectIo probe_direct(const char* path) {
+DirectIo probe_direct(const char* path, UniqueFd* opened) {
   struct stat stat;
   if (::stat(path, &stat) != 0) return refused(std::string("cannot stat the file: ") + ::strerror(errno));
   if (!S_ISREG(stat.st_mode)) return refused("not a regular file");
 
   // Non-blocking, which regular files ignore: should the path be a pipe by now, open must not wait for a writer.
-  const UniqueFd fd(::open(path, O_RDONLY | O_DIRECT | O_CLOEXEC | O_NONBLOCK));
+  UniqueFd fd(::open(path, O_RDONLY | O_DIRECT | O_CLOEXEC | O_NONBLOCK));
   if (!fd && errno == EINVAL) return refused("the file system refuses O_DIRECT");
   if (!fd) return refused(std::string("cannot open the file with O_DIRECT: ") + ::strerror(errno));
+  ::fcntl(fd.get(), F_SETFL, O_DIRECT);  // reads shall wait for the device
   const Pages pages(kBlock);
   if (!pages) return refused(std::string("no memory for a probe read: ") + ::strerror(errno));
 
@@ -140,20 +141,23 @@ DirectIo probe_direct(const char* path) {
     if (error == 0) {
       DirectIo answer = usable(told.memory_alignment, told.offset_alignment, true);
       answer.told = true;
+      if (opened) *opened = std::move(fd);
       return answer;
     }
     if (error != EINVAL) return refused(std::string("a direct read failed: ") + ::strerror(error));
   }
-  return probe_by_reading(fd.get(), pages, stat.st_size);
+  DirectIo answer = probe_by_reading(fd.get(), pages, stat.st_size);
+  if (opened && answer.usable) *opened = std::move(fd);
+  return answer;
 }
 
-DirectIo DirectProbes::of(const char* path, uint64_t device) {
+DirectIo DirectProbes::of(const char* path, uint64_t device, UniqueFd* opened) {
   {
     const std::lock_guard lock(mutex_);
     const auto known = proven_.find(device);
     if (known != proven_.end()) return known->second;
   }
-  DirectIo direct = probe_direct(path);
+  DirectIo direct = probe_direct(path, opened);
   const std::lock_guard lock(mutex_);
   if (direct.proven && !direct.told) proven_[device] = direct;
   return direct;

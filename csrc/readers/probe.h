@@ -6,6 +6,8 @@
 #include <mutex>
 #include <string>
 
+#include "util/unique_fd.h"
+
 namespace weightlift {
 
 struct DirectIo {
@@ -19,13 +21,16 @@ struct DirectIo {
 
 // Tries direct reads of a regular file: one block, or two where the file system does not tell its alignment. The answer
 // holds for the files of one file system alike, save for odd ones (encrypted, compressed, inline). Never throws.
-DirectIo probe_direct(const char* path);
+// `opened`, if given, is the descriptor that the file was opened by (O_DIRECT), where it can be used: across a network,
+// opening it again takes as long as reading.
+DirectIo probe_direct(const char* path, UniqueFd* opened = nullptr);
 
 // Probes files of one load. What was proven by reading one file is not tried again with others of its device: across a
 // network an answer takes its time, and there are hundreds of files. Threads: any, also at once.
 class DirectProbes {
  public:
-  DirectIo of(const char* path, uint64_t device);
+  // `opened` as above; it is left as it was where nothing had to be tried.
+  DirectIo of(const char* path, uint64_t device, UniqueFd* opened);
 
  private:
   std::mutex mutex_;

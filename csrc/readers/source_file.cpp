@@ -42,10 +42,11 @@ Fault SourceFile::open(Strategy strategy, PageCache page_cache, DirectProbes& pr
   if (!fd) return {FaultKind::kOpen, errno, index_};
   if (Fault fault = compare(fd.get())) return fault;
   if (strategy != Strategy::kBuffered) {
-    if (!probed_) direct_io_ = probes.of(path_.c_str(), identity_.device);
+    UniqueFd opened;
+    if (!probed_) direct_io_ = probes.of(path_.c_str(), identity_.device, &opened);
     probed_ = true;
     if (direct_io_.usable) {
-      direct_ = UniqueFd(open_retrying(path_, O_DIRECT));
+      direct_ = opened ? std::move(opened) : UniqueFd(open_retrying(path_, O_DIRECT));
       if (!direct_) return {FaultKind::kOpen, errno, index_};
       if (Fault fault = compare(direct_.get())) return fault;
     } else if (strategy == Strategy::kDirect) {

@@ -20,7 +20,7 @@ constexpr int kRetriesBeforePause = 16;
 constexpr std::chrono::milliseconds kPause{1};
 // How long a lane waits for reads before it looks for new chunks.
 constexpr std::chrono::milliseconds kPollInterval{10};
-// A smaller chunk is not worth pinning a whole buffer for.
+// A smaller chunk, or one that fills less than half of a buffer, is not worth pinning a whole one for.
 constexpr int64_t kMinRegisteredBytes = int64_t{1} << 20;
 // So many reads in flight come first; more of them may then take this share of the time to get memory.
 constexpr int kReadsBeforeSaving = 4;
@@ -139,7 +139,8 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     const Chunk& chunk = pipeline_.chunk_of(work);
     if (chunk.staging_bytes > 0) {
       const BufferRing& ring = *pipeline_.ring_;
-      return ring.has_room(chunk.staging_bytes) && (!ring.would_grow(chunk.staging_bytes) || may_grow());
+      return ring.has_room(chunk.staging_bytes) &&
+             (!ring.would_grow(chunk.staging_bytes) || may_grow(chunk.staging_bytes));
     }
     const auto& ready_at = work.segment->preparation_done;
     return chunk.preparation < 0 || ready_at.empty() ||
@@ -163,7 +164,7 @@ bool Pipeline::Lane::take_chunk(bool wait) {
 
   if (direct_ && is_new && chunk.staging_bytes >= kMinRegisteredBytes) {
     const auto begin = reinterpret_cast<int64_t>(active->work.buffer.memory);
-    if (bytes_grown_ == 0) first_growth_ = std::chrono::steady_clock::now();
+    if (bytes_grown_ == 0) begun_ = std::chrono::steady_clock::now();
     growing_ += populate({begin, begin + chunk.staging_bytes});
     bytes_grown_ += chunk.staging_bytes;
   }
@@ -176,7 +177,8 @@ bool Pipeline::Lane::take_chunk(bool wait) {
   }
   // A read lies inside of one registered buffer, so that those across several go without.
   const int buffer = active->work.buffer.first;
-  if (register_buffers_ && active->work.buffer.count == 1 && chunk.staging_bytes >= kMinRegisteredBytes) {
+  if (register_buffers_ && active->work.buffer.count == 1 && chunk.staging_bytes >= kMinRegisteredBytes &&
+      chunk.staging_bytes * 2 >= pipeline_.ring_->buffer_bytes()) {
     if (buffer_index_.size() <= static_cast<size_t>(buffer))
       buffer_index_.resize(static_cast<size_t>(buffer) + 1, kUnknown);
     int& index = buffer_index_[static_cast<size_t>(buffer)];
@@ -191,12 +193,13 @@ bool Pipeline::Lane::take_chunk(bool wait) {
   return true;
 }
 
-// Where memory takes longer to come than the reads that want it, a short load is done before the ring has all that it
-// may have, and few reads at a time keep storage nearly as busy.
-bool Pipeline::Lane::may_grow() const {
-  const auto at_hand = kHugePageAtHand * (1 + bytes_grown_ / kHugePageBytes);
-  return num_in_flight_ + static_cast<int>(requests_.size()) < kReadsBeforeSaving || growing_ <= at_hand ||
-         growing_ * kGrowthShare <= std::chrono::steady_clock::now() - first_growth_;
+// Where memory takes longer to come than a used buffer to come back, a short load is done before the ring has all that
+// it may have, and few reads at a time keep storage nearly as busy.
+bool Pipeline::Lane::may_grow(int64_t bytes) const {
+  if (num_in_flight_ + static_cast<int>(requests_.size()) < kReadsBeforeSaving || bytes_grown_ == 0) return true;
+  if (growing_ * kHugePageBytes <= kHugePageAtHand * bytes_grown_) return true;
+  const auto elapsed = std::chrono::steady_clock::now() - begun_;
+  return growing_ * kGrowthShare <= elapsed || growing_ * bytes / bytes_grown_ <= elapsed / (1 + num_done_);
 }
 
 ReadRequest Pipeline::Lane::request_for(uint64_t token) {
@@ -251,6 +254,7 @@ void Pipeline::Lane::on_completion(const ReadCompletion& completion) {
     auto& bytes = active.buffered ? active.chunk->stats.buffered_bytes : active.chunk->stats.direct_bytes;
     bytes += completion.result;
     if (read.offset + active.done >= read.needed_end) {
+      ++num_done_;
       on_read_done(active);
       release(token);
       return;

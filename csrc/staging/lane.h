@@ -43,8 +43,8 @@ class Pipeline::Lane {
   // pages are made. Waits for work only when nothing is in flight.
   void collect_requests();
   bool take_chunk(bool wait);
-  // Whether reads shall go into memory that nobody has used yet, now.
-  bool may_grow() const;
+  // Whether reads shall go into so much memory that nobody has used yet, now.
+  bool may_grow(int64_t bytes) const;
   ReadRequest request_for(uint64_t token);
   void on_completion(const ReadCompletion& completion);
   void on_read_done(ActiveRead& read);
@@ -68,10 +68,12 @@ class Pipeline::Lane {
   int num_in_flight_ = 0;
   int64_t num_begun_ = 0;
   Silence silence_;  // of storage, while reads are in flight
-  // What memory new to the ring has taken to come, and since when: direct reads need it there.
+  // Of memory new to the ring, where direct reads need it: how long it took to come, how much it was, and since when;
+  // and the reads that were done.
   std::chrono::nanoseconds growing_{};
   int64_t bytes_grown_ = 0;
-  std::chrono::steady_clock::time_point first_growth_;
+  std::chrono::steady_clock::time_point begun_;
+  int64_t num_done_ = 0;
   bool busy_ = false;  // the system keeps saying "again": a pause is due
 
   std::vector<int> buffer_index_;  // of each staging buffer with the reader; kUnknown: not offered yet
