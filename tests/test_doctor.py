@@ -267,6 +267,7 @@ def test_a_folder_is_judged_by_its_weights(tmp_path: Path, capsys: Output) -> No
 def test_a_folder_that_is_full_is_not_broken(tmp_path: Path, capsys: Output) -> None:
     with mounted("tmpfs", tmp_path / "fs") as folder:
         (folder / "config.json").write_text("{}")
+        (folder / "around").symlink_to("around")
         with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
             while filler.write(bytes(MiB)):
                 pass
@@ -291,6 +292,15 @@ def test_a_path_that_nothing_can_be_loaded_from_is_broken_and_the_rest_is_told(
     assert found[path, "file system"]["summary"] == problem
     assert found[str(tmp_path), "file system"]["status"] == "ok"
     assert ("CUDA", "build") in found
+
+
+def test_paths_that_are_not_utf8_are_looked_at(tmp_path: Path, capsys: Output) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    found = doctor(capsys, folder)
+    assert found[str(folder), "file system"]["status"] == "ok"
+    assert main(["doctor", str(folder)]) == 0
+    assert "\\udcff" in capsys.readouterr().out
 
 
 def test_storage_that_does_not_answer_is_broken(tmp_path: Path) -> None:

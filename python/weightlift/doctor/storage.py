@@ -90,8 +90,8 @@ def _file_in(path: str) -> Iterator[str]:
             )
             temporary.write(bytes(_PROBE_BYTES))
         except OSError as unwritable:
-            with os.scandir(path) as entries:
-                files = [entry.path for entry in entries if entry.is_file() and os.access(entry.path, os.R_OK)]
+            names = (os.path.join(path, name) for name in os.listdir(path))
+            files = [name for name in names if os.path.isfile(name) and os.access(name, os.R_OK)]
             if not files:
                 raise OSError(unwritable.errno, "there is no file to try, and none can be written", path) from None
             yield files[0]
