@@ -115,7 +115,7 @@ class LoadCosts:
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file)["costs"])
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 raise ValueError(
                     f"{path}: expected what weightlift bench --json of this version writes, found something else; "
                     "measure again"
@@ -123,7 +123,7 @@ class LoadCosts:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> LoadCosts:
-        """Of what `to_dict` gives. Raises TypeError, KeyError or ValueError for anything else."""
+        """Of what `to_dict` gives. Raises TypeError, KeyError, OverflowError or ValueError for anything else."""
         read_seconds = found["read_seconds"]
         return cls(
             {"direct": _curve(read_seconds["direct"]), "buffered": _curve(read_seconds["buffered"])},
@@ -173,7 +173,7 @@ def _curve(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
 def _positive(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(value)
-    return value
+    return float(value)
 
 
 def _between(pairs: Sequence[tuple[float, float]], size: float) -> float:
