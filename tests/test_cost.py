@@ -54,6 +54,7 @@ def reads(size: int, count: int = 1, way: Any = "direct") -> ReadSize:
         json.dumps({"costs": {**COSTS, "copy_bytes_per_second": float("nan")}}),
         json.dumps({"costs": {**COSTS, "fresh_bytes_per_second": -1}}),
         json.dumps({"costs": {**COSTS, "fresh_bytes_per_second": 10**400}}),
+        json.dumps({"costs": {**COSTS, "copy_bytes_per_second": 5e-324}}),
         json.dumps({"costs": {**COSTS, "read_seconds": {"direct": [[10**400, 10**400]], "buffered": []}}}),
     ],
 )
