@@ -224,6 +224,19 @@ def test_processes_of_one_machine_share_what_is_divided(
     assert settings["details"]["queue_depth"] == 2
 
 
+@pytest.mark.parametrize("rank", [None, "8", "-1", "x"])
+def test_ranks_that_are_passed_over_are_told(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    settings = doctor(capsys, tmp_path)["host", "settings"]
+    assert settings["status"] == "limited"
+    assert "LOCAL_WORLD_SIZE=8 is passed over" in settings["effect"]
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "overlayfs", "ext4 with sectors of 4096", "btrfs", "fuse"])
 def test_file_systems_are_told_apart(kind: str, tmp_path: Path, capsys: Output) -> None:
     with mounted(kind, tmp_path / "fs") as folder:
