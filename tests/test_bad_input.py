@@ -101,6 +101,19 @@ def test_bad_shard_is_one_error_before_a_byte_is_read(tmp_path: Path, damage: st
     assert untouched(into)
 
 
+def test_a_path_that_is_not_utf8_is_a_path(tmp_path: Path, capsys: Any) -> None:
+    from weightlift.cli import main
+
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save({"w": torch.arange(4)}))
+    assert torch.equal(weightlift.load_file(folder)["w"], torch.arange(4))
+    for name in ("inspect", "plan", "load", "verify"):
+        assert main([name, str(folder)]) == 0
+    assert main(["load", str(folder), "--verify"]) == 1  # safetensors takes UTF-8 alone
+    assert "safetensors, which it is compared with, does not read it" in capsys.readouterr().err
+
+
 def test_index_that_names_an_absent_tensor_is_an_error(tmp_path: Path) -> None:
     hostile.write_tensors(tmp_path / "m.safetensors", "w")
     hostile.write_index(tmp_path / "model.safetensors.index.json", {"w": "m.safetensors", "v": "m.safetensors"})

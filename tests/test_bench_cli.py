@@ -224,7 +224,7 @@ def test_wrong_usage_is_told_before_measuring(tmp_path: Path, monkeypatch: pytes
     assert "pip install 'weightlift[bench]'" in capsys.readouterr().err
     assert main(["bench", str(tmp_path), "--size", "1KiB"]) == 2
     assert main(["bench", str(tmp_path / "nowhere"), "--quick"]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "no such file or folder; check the path" in capsys.readouterr().err
     assert main(["bench", str(tmp_path), "--json", str(tmp_path / "nowhere" / "bench.json")]) == 2
     assert "it can't be written there" in capsys.readouterr().err
     assert main(["bench", "/dev/null", "--json", str(tmp_path / "bench.json")]) == 1

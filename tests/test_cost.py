@@ -45,6 +45,25 @@ def reads(size: int, count: int = 1, way: Any = "direct") -> ReadSize:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"costs": null}',
+        '{"costs": [1]}',
+        "[" * 100_000,
+        json.dumps({"costs": {**COSTS, "copy_bytes_per_second": float("nan")}}),
+        json.dumps({"costs": {**COSTS, "fresh_bytes_per_second": -1}}),
+        json.dumps({"costs": {**COSTS, "fresh_bytes_per_second": 10**400}}),
+        json.dumps({"costs": {**COSTS, "copy_bytes_per_second": 5e-324}}),
+        json.dumps({"costs": {**COSTS, "read_seconds": {"direct": [[10**400, 10**400]], "buffered": []}}}),
+    ],
+)
+def test_figures_that_bench_does_not_write_are_one_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"bench\.json: expected what weightlift bench --json of this version writes"):
+        costs_of(tmp_path, text)
+
+
+@pytest.mark.parametrize(
     ("size", "seconds"),
     [
         (512, 1e-4),  # no less than the smallest that was measured

@@ -224,6 +224,19 @@ def test_processes_of_one_machine_share_what_is_divided(
     assert settings["details"]["queue_depth"] == 2
 
 
+@pytest.mark.parametrize("rank", [None, "8", "-1", "x"])
+def test_ranks_that_are_passed_over_are_told(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    settings = doctor(capsys, tmp_path)["host", "settings"]
+    assert settings["status"] == "limited"
+    assert "LOCAL_WORLD_SIZE=8 is passed over" in settings["effect"]
+
+
 @pytest.mark.parametrize("kind", ["tmpfs", "overlayfs", "ext4 with sectors of 4096", "btrfs", "fuse"])
 def test_file_systems_are_told_apart(kind: str, tmp_path: Path, capsys: Output) -> None:
     with mounted(kind, tmp_path / "fs") as folder:
@@ -267,6 +280,7 @@ def test_a_folder_is_judged_by_its_weights(tmp_path: Path, capsys: Output) -> No
 def test_a_folder_that_is_full_is_not_broken(tmp_path: Path, capsys: Output) -> None:
     with mounted("tmpfs", tmp_path / "fs") as folder:
         (folder / "config.json").write_text("{}")
+        (folder / "around").symlink_to("around")
         with (folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
             while filler.write(bytes(MiB)):
                 pass
@@ -291,6 +305,15 @@ def test_a_path_that_nothing_can_be_loaded_from_is_broken_and_the_rest_is_told(
     assert found[path, "file system"]["summary"] == problem
     assert found[str(tmp_path), "file system"]["status"] == "ok"
     assert ("CUDA", "build") in found
+
+
+def test_paths_that_are_not_utf8_are_looked_at(tmp_path: Path, capsys: Output) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    found = doctor(capsys, folder)
+    assert found[str(folder), "file system"]["status"] == "ok"
+    assert main(["doctor", str(folder)]) == 0
+    assert "\\udcff" in capsys.readouterr().out
 
 
 def test_storage_that_does_not_answer_is_broken(tmp_path: Path) -> None:

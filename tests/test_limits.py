@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import time
@@ -70,6 +71,37 @@ def test_few_descriptors_are_enough_or_one_error(path: Path) -> None:
     assert outcomes == sorted(outcomes, reverse=True)  # refused, until there are enough
     assert outcomes[0] == "refused"
     assert outcomes[-1] == "loaded"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become a user with no process yet")
+def test_without_a_thread_to_be_had_headers_are_read_and_a_load_is_one_error(tmp_path: Path) -> None:
+    for i in range(40):
+        safetensors.torch.save_file({f"w{i}": torch.ones(2)}, tmp_path / f"{i}.safetensors")
+    code = """
+    import os, resource, sys
+    import weightlift
+    folder = os.open(sys.argv[1], os.O_RDONLY)
+    os.fchmod(folder, 0o755)
+    for name in os.listdir(folder):
+        os.chmod(name, 0o644, dir_fd=folder)
+    weightlift.load_file(sys.argv[1])  # what is imported late is there
+    os.fchdir(folder)
+    os.setuid(54321)
+    outcomes = []
+    for most in (1, 4, 8, 16, 64, 128):  # threads
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, 128))
+        assert len(weightlift.open_checkpoint(".")) == 40
+        try:
+            assert all((tensor == 1).all() for tensor in weightlift.load_file(".").values())
+            outcomes.append("loaded")
+        except RuntimeError as error:
+            assert "no further thread can be started" in str(error), error
+            outcomes.append("refused")
+    print(*outcomes)
+    """
+    outcomes = run_python(code, tmp_path).split()
+    assert outcomes == sorted(outcomes, reverse=True)  # refused, until there are enough
+    assert (outcomes[0], outcomes[-1]) == ("refused", "loaded")
 
 
 @pytest.mark.parametrize("how", ["replaced", "overwritten"])

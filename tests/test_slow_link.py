@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from processes import run_python
 from torch import Tensor
 
 from benchmarks.slow_link import PARTS, Part, Profile, build, mounted
@@ -112,6 +113,17 @@ def test_headers_are_asked_for_many_at_a_time(across: Across) -> None:
     asked = across(SLOW_TO_ANSWER, locate)
     assert asked["opens"] == NUM_SHARDS
     assert asked["most_in_flight"] > 1
+
+
+def test_few_descriptors_are_enough_for_many_headers(across: Across) -> None:
+    code = """
+    import resource, sys
+    import weightlift
+    weightlift.load_file(sys.argv[1] + "/model-00001-of-00012.safetensors")  # what is imported late is there
+    resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+    assert len(weightlift.load_file(sys.argv[1])) == 24
+    """
+    across(SLOW_TO_ANSWER, lambda folder: run_python(code, folder))
 
 
 def test_direct_reads_are_tried_out_once_a_mount_and_not_once_a_file(across: Across) -> None:

@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <pybind11/typing.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <string>
 
 #include "measure/probe_uring.h"
@@ -37,7 +39,7 @@ void bind_host(py::module_& m) {
       "Whether io_uring can be had, and staging registered with it, as csrc/measure/probe_uring.h says.");
   m.def(
       "residency_method",
-      [](const std::string& path) -> std::string {
+      [](const std::filesystem::path& path) -> std::string {
         const py::gil_scoped_release release;
         const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
         if (!fd) {

@@ -1,10 +1,12 @@
 #include "bindings/measure.h"
 
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <pybind11/typing.h>
 
 #include <cerrno>
 #include <cstdint>
+#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -26,7 +28,7 @@ MeasuredReader to_reader(const std::string& name) {
 
 // Runs the action on the file without the GIL; a call that failed becomes an OSError with its errno.
 template <typename Action>
-auto run(const std::string& path, const Action& action) {
+auto run(const std::filesystem::path& path, const Action& action) {
   try {
     const py::gil_scoped_release release;
     return action();
@@ -43,8 +45,9 @@ void bind_measure(py::module_& m) {
   using namespace pybind11::literals;
   m.def(
       "measure_reads",
-      [](const std::string& path, const std::string& reader, bool direct, int64_t chunk_bytes, int queue_depth,
-         bool random, bool huge_pages, int64_t max_bytes, double max_seconds) -> py::typing::Dict<py::str, py::object> {
+      [](const std::filesystem::path& path, const std::string& reader, bool direct, int64_t chunk_bytes,
+         int queue_depth, bool random, bool huge_pages, int64_t max_bytes,
+         double max_seconds) -> py::typing::Dict<py::str, py::object> {
         const MeasureOptions options{to_reader(reader), direct,    chunk_bytes, queue_depth, random,
                                      huge_pages,        max_bytes, max_seconds};
         const ReadFigures figures = run(path, [&] { return measure_reads(path, options); });
@@ -67,17 +70,21 @@ void bind_measure(py::module_& m) {
       "Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.");
   m.def(
       "make_cold",
-      [](const std::string& path, int64_t bytes) { return run(path, [&] { return make_cold(path, bytes); }); },
+      [](const std::filesystem::path& path, int64_t bytes) {
+        return run(path, [&] { return make_cold(path, bytes); });
+      },
       "path"_a, "bytes"_a,
       "Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.");
   m.def(
       "make_warm",
-      [](const std::string& path, int64_t bytes) { return run(path, [&] { return make_warm(path, bytes); }); },
+      [](const std::filesystem::path& path, int64_t bytes) {
+        return run(path, [&] { return make_warm(path, bytes); });
+      },
       "path"_a, "bytes"_a,
       "Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.");
   m.def(
       "probe_direct",
-      [](const std::string& path) -> py::typing::Dict<py::str, py::object> {
+      [](const std::filesystem::path& path) -> py::typing::Dict<py::str, py::object> {
         const DirectIo direct_io = run(path, [&] { return probe_direct(path.c_str()); });
         py::dict result;
         result["usable"] = direct_io.usable;

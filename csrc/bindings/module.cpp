@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <pybind11/typing.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -36,6 +38,7 @@
 #include "transform/convert.h"
 #include "util/unique_fd.h"
 
+namespace fs = std::filesystem;  // a path in any encoding, where a std::string takes UTF-8 alone
 namespace py = pybind11;
 
 namespace weightlift {
@@ -272,6 +275,10 @@ Stats planned_stats_of(const ReadPlanner& planner) {
 
 Stats stats_of(const Pipeline& pipeline) {
   const PipelineStats stats = pipeline.stats();
+  py::list fallbacks;  // which may name files
+  for (const std::string& text : stats.fallbacks) {
+    fallbacks.append(py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefaultAndSize(text.data(), std::ssize(text))));
+  }
   py::list files;
   for (size_t i = 0; i < stats.files.size(); ++i) {
     const DirectIo direct_io = pipeline.direct_io(static_cast<int32_t>(i));
@@ -287,11 +294,11 @@ Stats stats_of(const Pipeline& pipeline) {
                   py::arg("device_scratch_bytes") = stats.device_scratch_bytes, py::arg("num_reads") = stats.num_reads,
                   py::arg("num_transfers") = stats.num_transfers, py::arg("num_whole_ops") = stats.num_whole_ops,
                   py::arg("whole_op_bytes") = stats.whole_op_bytes, py::arg("buffered_reader") = stats.readers[0],
-                  py::arg("direct_reader") = stats.readers[1], py::arg("fallbacks") = stats.fallbacks,
+                  py::arg("direct_reader") = stats.readers[1], py::arg("fallbacks") = fallbacks,
                   py::arg("files") = files);
 }
 
-int64_t resident_bytes(const std::string& path, int64_t offset, int64_t length) {
+int64_t resident_bytes(const fs::path& path, int64_t offset, int64_t length) {
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) return -errno;
   return Residency(fd.get()).resident_bytes(offset, length);
@@ -418,9 +425,8 @@ PYBIND11_MODULE(_C, m) {
            "twin_devices: for tests; see csrc/staging/twin_device.h.")
       .def(
           "add_file",
-          [](Pipeline& pipeline, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
-            return pipeline.add_file(std::move(path), {size, device, inode, mtime_ns});
-          },
+          [](Pipeline& pipeline, const fs::path& path, int64_t size, uint64_t device, uint64_t inode,
+             int64_t mtime_ns) { return pipeline.add_file(path.string(), {size, device, inode, mtime_ns}); },
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "submit",
@@ -483,9 +489,8 @@ PYBIND11_MODULE(_C, m) {
            py::kw_only(), "strategy"_a, "chunk_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a)
       .def(
           "add_file",
-          [](ReadPlanner& planner, std::string path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns) {
-            return planner.add_file(std::move(path), {size, device, inode, mtime_ns});
-          },
+          [](ReadPlanner& planner, const fs::path& path, int64_t size, uint64_t device, uint64_t inode,
+             int64_t mtime_ns) { return planner.add_file(path.string(), {size, device, inode, mtime_ns}); },
           "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
       .def(
           "plan",

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <exception>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -34,7 +35,10 @@ Fault open_files(std::span<const int32_t> files, Strategy strategy, PageCache pa
     const SignalsBlocked blocked;
     std::vector<std::jthread> others;
     others.reserve(kMaxOpening);
-    while (others.size() + 1 < std::min(files.size(), kMaxOpening)) others.emplace_back(open);
+    try {
+      while (others.size() + 1 < std::min(files.size(), kMaxOpening)) others.emplace_back(open);
+    } catch (const std::system_error&) {  // fewer threads do it too
+    }
     open();
   }
   const auto first = std::ranges::find_if(faults, [](const Fault& fault) { return static_cast<bool>(fault); });

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -29,9 +30,14 @@ class SignalsBlocked {
 template <typename Function>
 std::thread start_thread(const char* name, Function&& function) {
   const SignalsBlocked blocked;
-  std::thread thread(std::forward<Function>(function));
-  pthread_setname_np(thread.native_handle(), name);
-  return thread;
+  try {
+    std::thread thread(std::forward<Function>(function));
+    pthread_setname_np(thread.native_handle(), name);
+    return thread;
+  } catch (const std::system_error& error) {
+    throw std::system_error(error.code(),
+                            "no further thread can be started; raise ulimit -u, or the control group's pids.max");
+  }
 }
 
 }  // namespace weightlift

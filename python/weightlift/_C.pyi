@@ -3,6 +3,7 @@ weightlift's core: see csrc/README.md
 """
 from __future__ import annotations
 import collections.abc
+import os
 import typing
 __all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'residency_method', 'resident_bytes', 'simd']
 class Op:
@@ -128,7 +129,7 @@ class Pipeline:
         """
         twin_devices: for tests; see csrc/staging/twin_device.h.
         """
-    def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
+    def add_file(self, path: os.PathLike | str | bytes, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def cancel(self) -> None:
         ...
@@ -165,7 +166,7 @@ class ReadPlanner:
     """
     def __init__(self, *, strategy: str, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool) -> None:
         ...
-    def add_file(self, path: str, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
+    def add_file(self, path: os.PathLike | str | bytes, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
     def plan(self, batch: Batch, ids: collections.abc.Set[typing.SupportsInt | typing.SupportsIndex], shared: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] | None = None) -> tuple[tuple[str, int, int, int, int, str] | None, dict[int, list[tuple[int, int, int, bool, bool]]]]:
         """
@@ -193,11 +194,11 @@ def launch_copy(*, src_type: typing.SupportsInt | typing.SupportsIndex, src: typ
     """
     Queues a strided copy in the memory of the current device, as loads into it do. Strides in elements.
     """
-def make_cold(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+def make_cold(path: os.PathLike | str | bytes, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Takes the start of a file out of the page cache; returns how many of those bytes are left there, or -errno.
     """
-def make_warm(path: str, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+def make_warm(path: os.PathLike | str | bytes, bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Reads the start of a file into the page cache; returns how many of those bytes are there, or -errno.
     """
@@ -205,11 +206,11 @@ def marlin_repack(*, layout: str, num_bits: typing.SupportsInt | typing.Supports
     """
     device_perm: the address of the same in the memory of a GPU, for launch(); or 0.
     """
-def measure_reads(path: str, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, random: bool = False, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
+def measure_reads(path: os.PathLike | str | bytes, *, reader: str, direct: bool, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, queue_depth: typing.SupportsInt | typing.SupportsIndex, random: bool = False, huge_pages: bool, max_bytes: typing.SupportsInt | typing.SupportsIndex, max_seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict[str, typing.Any]:
     """
     Reads a file once, as csrc/measure/measure_reads.h says. Times in seconds.
     """
-def probe_direct(path: str) -> dict[str, typing.Any]:
+def probe_direct(path: os.PathLike | str | bytes) -> dict[str, typing.Any]:
     """
     Whether the file can be read past the page cache, as csrc/readers/probe.h says.
     """
@@ -235,11 +236,11 @@ def requantize_fp8_at(*, format: str, end_rows: collections.abc.Sequence[typing.
     """
     scales: the address of a float32 for each part, in the memory of the output. Their largest is the new scale.
     """
-def residency_method(path: str) -> str:
+def residency_method(path: os.PathLike | str | bytes) -> str:
     """
     By which system call it is told what of the file is in the page cache: cachestat, mincore or unknown.
     """
-def resident_bytes(path: str, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
+def resident_bytes(path: os.PathLike | str | bytes, offset: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int:
     """
     Bytes of the range that are in the page cache, or -errno.
     """

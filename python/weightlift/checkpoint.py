@@ -16,6 +16,7 @@ from .index_file import read_index
 from .names import natural_key
 from .safetensors_file import read_shard
 from .source import OTHER_FORMATS, TORCH_SUFFIXES, CheckpointSource, choose_files, missing_parts, nothing_found
+from .storage import max_open_files
 from .torch_file import read_torch_shard
 
 PathLike = str | os.PathLike[str]
@@ -209,8 +210,11 @@ def _ask(question: Callable[[str], _Answer], paths: list[str]) -> list[_Answer]:
     """The answer for each path, many asked for at a time."""
     if len(paths) < 2:
         return [question(path) for path in paths]
-    with ThreadPoolExecutor(min(len(paths), _MAX_ASKING), "wl-header") as threads:
-        return list(threads.map(question, paths))
+    try:
+        with ThreadPoolExecutor(min(len(paths), _MAX_ASKING, max_open_files()), "wl-header") as threads:
+            return list(threads.map(question, paths))
+    except RuntimeError:  # no new thread can be had (RLIMIT_NPROC, a control group's pids.max)
+        return [question(path) for path in paths]
 
 
 def read_header(path: str) -> Shard:

@@ -32,6 +32,8 @@ Way = Literal["direct", "buffered", "cached"]
 # MERGE_GAP_BYTES.
 _READ_COST_BYTES = 2 * MERGE_GAP_BYTES
 _MAX_READ_BYTES = 1 << 30
+# Figures of any storage lie between, in bytes, seconds and bytes per second; what is computed from them stays finite.
+_LEAST, _MOST = 1e-12, 1e18
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +117,7 @@ class LoadCosts:
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file)["costs"])
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(
                     f"{path}: expected what weightlift bench --json of this version writes, found something else; "
                     "measure again"
@@ -162,7 +164,7 @@ class LoadCosts:
 
 
 def _curve(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
-    """Pairs of size and seconds, ascending in both. Raises ValueError where one is not positive."""
+    """Pairs of size and seconds, ascending in both. Raises ValueError where one is no figure."""
     found: list[tuple[float, float]] = []
     for size, seconds in sorted((_positive(size), _positive(seconds)) for size, seconds in pairs):
         # A larger read takes no less time: what seems so is noise.
@@ -171,9 +173,9 @@ def _curve(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
 
 
 def _positive(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST <= value <= _MOST:
         raise ValueError(value)
-    return value
+    return float(value)
 
 
 def _between(pairs: Sequence[tuple[float, float]], size: float) -> float:

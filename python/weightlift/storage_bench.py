@@ -145,7 +145,10 @@ def measure_storage(
 @contextlib.contextmanager
 def _file_at(path: str, num_bytes: int, max_seconds: float) -> Iterator[str]:
     """A file to read: the one at the path, or one of random bytes in that folder while the block runs."""
-    kind = os.stat(path).st_mode
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such file or folder; check the path") from error
     if stat.S_ISREG(kind):
         yield path
         return
@@ -224,7 +227,7 @@ def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[st
         *(f"--direct={int(point.direct)}", f"--bs={point.chunk_bytes}", f"--iodepth={point.queue_depth}"),
         *(f"--size={num_bytes}", f"--runtime={max(1, round(seconds))}", "--invalidate=0", "--output-format=json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     try:
         read = json.loads(done.stdout)["jobs"][0]["read"]
         percentiles = read["clat_ns"]["percentile"]

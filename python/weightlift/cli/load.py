@@ -17,7 +17,7 @@ from weightlift.cli import parallel, quantization, source
 from weightlift.cli.errors import CommandError
 from weightlift.config import Backend, LoadConfig, Strategy
 from weightlift.entries import CheckpointFiles
-from weightlift.errors import listed
+from weightlift.errors import listed, printable
 from weightlift.model.formats import DefaultModelLoader, StreamModelLoader
 from weightlift.model.model_config import dtype_of
 from weightlift.model.packed_image import PackedImage, PackedImageLoader
@@ -179,5 +179,10 @@ def _read_again(path: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         yield from ((name, tensors[name]) for name in names)
     else:
-        with _import_safetensors().safe_open(path, framework="pt", device="cpu") as shard:
-            yield from ((name, shard.get_tensor(name)) for name in names)
+        safetensors = _import_safetensors()
+        try:
+            with safetensors.safe_open(path, framework="pt", device="cpu") as shard:
+                yield from ((name, shard.get_tensor(name)) for name in names)
+        except safetensors.SafetensorError as error:
+            problem = f"{printable(path)}: safetensors, which it is compared with, does not read it: {error}"
+            raise CommandError(problem, exit_code=1) from error

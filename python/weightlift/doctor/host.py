@@ -259,6 +259,10 @@ def _settings(settings: Settings) -> Finding:
         summary += f"; staging and reads in flight divided by {processes} (LOCAL_WORLD_SIZE)"
     if given:
         summary += f"; set: {', '.join(sorted(given))}"
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if processes == 1 and told != "1":
+        effect = f"LOCAL_WORLD_SIZE={told} is passed over: staging is not divided, and nothing shared with other ranks"
+        return _found("settings", "limited", summary, details, effect, "set LOCAL_RANK to one of its ranks, from 0 on")
     if misspelt := misspelt_variables(os.environ):
         effect = "they change nothing: " + ", ".join(misspelt)
         return _found("settings", "limited", summary, details, effect, "correct their names")

@@ -90,8 +90,8 @@ def _file_in(path: str) -> Iterator[str]:
             )
             temporary.write(bytes(_PROBE_BYTES))
         except OSError as unwritable:
-            with os.scandir(path) as entries:
-                files = [entry.path for entry in entries if entry.is_file() and os.access(entry.path, os.R_OK)]
+            names = (os.path.join(path, name) for name in os.listdir(path))
+            files = [name for name in names if os.path.isfile(name) and os.access(name, os.R_OK)]
             if not files:
                 raise OSError(unwritable.errno, "there is no file to try, and none can be written", path) from None
             yield files[0]
@@ -107,7 +107,7 @@ def _examine_file(path: str, file: str) -> list[Finding]:
         _file_system(path, file, storage, mount),
         _direct_io(path, storage["direct_io"], mount),
         _page_cache(path, file),
-        _uncached_reads(path, file),
+        _uncached_reads(path, file, mount),
     ]
 
 
@@ -162,8 +162,10 @@ def _page_cache(path: str, file: str) -> Finding:
     return Finding(path, "page cache", "ok", f"what of a file it holds is told by {method}", details)
 
 
-def _uncached_reads(path: str, file: str) -> Finding:
+def _uncached_reads(path: str, file: str, mount: Mount) -> Finding:
     subject = "RWF_DONTCACHE"
+    if mount.kind in _IN_MEMORY:
+        return Finding(path, subject, "ok", "not needed: the files lie in memory")
     with open(file, "rb") as opened:
         try:
             os.preadv(opened.fileno(), [bytearray(1)], 0, _RWF_DONTCACHE)
