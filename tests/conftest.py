@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,6 +23,11 @@ CHECKPOINTS = Path(os.environ.get("WEIGHTLIFT_TEST_CHECKPOINTS") or ROOT.parent 
 NO_CHECKPOINTS = f"no checkpoints at {CHECKPOINTS}; WEIGHTLIFT_TEST_CHECKPOINTS can name another folder"
 
 WriteCheckpoint = Callable[..., Path]
+
+
+def pytest_configure() -> None:
+    # A shell has what it runs in the background ignore Ctrl-C, and so would the processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _io_uring_refusal() -> str | None:
