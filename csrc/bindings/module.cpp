@@ -500,7 +500,7 @@ PYBIND11_MODULE(_C, m) {
             Fault fault;
             {
               py::gil_scoped_release release;
-              fault = planner.plan(batch.transfers, to_shared(shared), &plan);
+              fault = planner.plan(batch.transfers, &plan, to_shared(shared));
             }
             return py::make_tuple(to_tuple(fault), reads_by_id(plan, ids));
           },

@@ -88,7 +88,7 @@ int32_t ReadPlanner::add_file(std::string path, const FileIdentity& identity) {
   return index;
 }
 
-Fault ReadPlanner::plan(std::vector<Transfer> transfers, std::optional<SharedReads> shared, Plan* plan) {
+Fault ReadPlanner::plan(std::vector<Transfer> transfers, Plan* plan, std::optional<SharedReads> shared) {
   const std::vector<int32_t> files = files_of(transfers);
   const auto file_at = [&](int32_t file) -> SourceFile& { return *files_[static_cast<size_t>(file)]; };
   Fault fault = open_files(files, options_.strategy, options_.page_cache, probes_, file_at);

@@ -70,7 +70,7 @@ class ReadPlanner {
   // Returns the file's index.
   int32_t add_file(std::string path, const FileIdentity& identity);
   // Adds to the stats, unless there is a fault.
-  Fault plan(std::vector<Transfer> transfers, std::optional<SharedReads> shared, Plan* plan);
+  Fault plan(std::vector<Transfer> transfers, Plan* plan, std::optional<SharedReads> shared = {});
   const ReadStats& stats() const { return stats_; }
   // The file's probe of direct I/O, once it was planned.
   const DirectIo& direct_io(int32_t file) const { return files_.at(static_cast<size_t>(file))->direct_io(); }
