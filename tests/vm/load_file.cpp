@@ -230,6 +230,8 @@ std::string describe(const Fault& fault) {
       return "read" + error;
     case FaultKind::kTimeout:
       return "timeout";
+    case FaultKind::kDevice:
+      return "device";
     case FaultKind::kUnavailable:
       return "unavailable";
     case FaultKind::kCancelled:
