@@ -9,6 +9,7 @@ TORCH=${TORCH:-torch==2.13.0}
 rivals=(fastsafetensors==0.5.0 runai-model-streamer==0.17.1 tensorizer==2.12.1 safetensors-streaming==0.1.1)
 venv=.venv-rivals
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+export WEIGHTLIFT_CUDA=OFF  # all load into memory of the CPU
 
 say() { printf 'rivals: %s\n' "$*"; }
 pip() { "$venv/bin/python" -m pip "$@"; }

