@@ -16,7 +16,10 @@ struct OpRows {
   int64_t count;
 };
 
-// Of a piece of an op whose reads have landed in `staging`, the memory of its chunk, where rows may be moved.
+// Of a piece of an op whose reads have landed in `staging`, the memory of its chunk: has its rows lie at one stride, by
+// moving those that were read each on its own. Once, before rows_of(), and before anything of the chunk is carried out
+// that goes on later, as on a GPU: what that copies may span these rows.
+void align_rows(const Plan& plan, const Piece& piece, std::byte* staging);
 OpRows rows_of(const Plan& plan, const Piece& piece, std::byte* staging);
 
 // Carries out a piece whose reads have landed in `staging`, the memory of its chunk. Bytes of an op's reads may be

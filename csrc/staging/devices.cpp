@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "staging/carry_out.h"
+
 namespace weightlift {
 
 Devices::Devices(DeviceOptions options, const BufferRing& ring, std::function<void()> on_ended,
@@ -93,8 +95,11 @@ void Devices::carry_out(const Plan& plan, const Chunk& chunk, const StagingBuffe
                         std::function<void(Fault)> done) {
   std::vector<int32_t> devices;
   for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
-    const int32_t device = plan.transfers[static_cast<size_t>(plan.pieces[static_cast<size_t>(i)].transfer)].device;
-    if (device != kHost && std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
+    const Piece& piece = plan.pieces[static_cast<size_t>(i)];
+    const Transfer& transfer = plan.transfers[static_cast<size_t>(piece.transfer)];
+    if (transfer.device == kHost) continue;
+    if (transfer.op) align_rows(plan, piece, buffer.memory);
+    if (std::ranges::find(devices, transfer.device) == devices.end()) devices.push_back(transfer.device);
   }
   if (devices.size() > 1) {
     // The last of them tells, with the first fault.
