@@ -16,8 +16,6 @@ mkdir -p build
 find "$build" -name '*.cu.o' -delete  # what was compiled before would not be told of again
 "$bin/ninja" -C "$build" weightlift_core >"$build.log" 2>&1 ||
   { grep -v "^ptxas info\|bytes stack frame" "$build.log"; exit 1; }
-# What host and GPU share, whether a kernel has a use for it yet or not.
-"$nvcc" -std=c++20 -Icsrc -arch=sm_80 -Werror all-warnings -c tests/native/shared_code.cu -o "$build/shared_code.o"
 
 # ptxas: "Compiling entry function 'NAME' for 'sm_80'", then "... bytes spill stores, ...", then "Used 32 registers, ...".
 awk -v q="'" '

@@ -43,8 +43,8 @@ NETWORK_CHUNK_BYTES = 8 * MiB
 # Such a wait, one of 32 at a time, costs as much as 250 KiB at 4 GB/s, and 32 KiB at 0.5 GB/s.
 NETWORK_MERGE_GAP_BYTES = 128 * KiB
 
-# Opening a file for both ways to read takes two round trips, and the first of a mount two more. Files are opened eight
-# at a time, so that the load does not wait for each.
+# Opening a file for both ways to read takes two round trips, and the first of a mount one more, to try. Files are
+# opened eight at a time, so that the load does not wait for each.
 NETWORK_OPEN_AHEAD = 8
 
 # The destination needs memory too, and most of it: what staging may take of the memory that is available.
