@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <new>
 #include <vector>
@@ -43,7 +44,13 @@ HugeMapping::~HugeMapping() { ::munmap(memory_, reserved_); }
 
 std::chrono::nanoseconds populate(ByteRange memory) {
   const auto begin = std::chrono::steady_clock::now();
-  advise(memory, ::sysconf(_SC_PAGESIZE), MADV_POPULATE_WRITE);
+  const int64_t page = ::sysconf(_SC_PAGESIZE);
+  // In steps, since each call holds a lock that whoever maps memory waits for: other threads' allocations, and submit.
+  for (int64_t at = memory.begin; at < memory.end;) {
+    const int64_t end = std::min(align_down(at, kHugePageBytes) + kHugePageBytes, memory.end);
+    advise({at, end}, page, MADV_POPULATE_WRITE);
+    at = end;
+  }
   return std::chrono::steady_clock::now() - begin;
 }
 
