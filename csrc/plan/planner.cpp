@@ -278,45 +278,82 @@ class FilePlanner {
     }
   }
 
-  // The part of a span, just popped, that can be read straight into its destination, if that is worth it. `from` is
-  // the end of what is read already.
+  // Whether a span begins where another one ends, in the file and in memory: one read can fill both.
+  bool continues(const Span& span, int64_t end, const Transfer& before) {
+    const Transfer& transfer = transfer_of(span);
+    return span.begin == end && transfer.is_plain() && transfer.device == kHost &&
+           reinterpret_cast<int64_t>(transfer.dst) - transfer.src_offset ==
+               reinterpret_cast<int64_t>(before.dst) - before.src_offset &&
+           destinations_.find(transfer) == destinations_.find(before);
+  }
+
+  // The end of the run that a span, just popped, is part of: it and those behind it that continue it, up to the end of
+  // a chunk at which it has `least` bytes from `begin` on. Bytes that another transfer needs too end it, since they go
+  // through staging, where both can take them.
+  int64_t run_end(const Span& span, int64_t begin, int64_t least) {
+    if (run_.begin <= begin && begin < run_.end && (run_is_whole_ || run_.end - begin >= least)) return run_.end;
+    const int64_t limit = align_up(std::max(span.end, begin + least), options_.chunk_bytes);
+    int64_t end = span.end;
+    run_is_whole_ = true;
+    for (size_t i = next_; i < spans_.size() && spans_[i].begin <= end; ++i) {
+      if (spans_[i].begin < end) {
+        end = spans_[i].begin;
+        break;
+      }
+      if (!continues(spans_[i], end, transfer_of(span))) break;
+      if (end >= limit) {
+        run_is_whole_ = false;
+        end = limit;
+        break;
+      }
+      end = spans_[i].end;
+    }
+    if (!rest_.empty()) end = std::min(end, rest_.top().begin);
+    run_ = {begin, end};
+    return end;
+  }
+
+  // The part of the run of a span, just popped, that can be read straight into its destinations, if that is worth it.
+  // `from` is the end of what is read already.
   std::optional<ByteRange> in_place_part(const Span& span, int64_t from, const ReadMode& mode) {
     const Transfer& transfer = transfer_of(span);
-    const int64_t begin = std::max(span.begin, from);
-    if (!transfer.is_plain() || transfer.device != kHost || span.end - begin < kMinInPlaceBytes) return std::nullopt;
-    int64_t end = mode_end(begin, span.end, mode);
-    // Bytes that another transfer needs too go through staging, where both can take them.
-    const Span* next = peek();
-    if (next && next->begin < end) end = next->begin;
+    if (!transfer.is_plain() || transfer.device != kHost) return std::nullopt;
     // A multiple of both, so that where the file is cut further on, memory is aligned too.
     const int64_t alignment = std::max(mode.offset_alignment, mode.memory_alignment);
-    const ByteRange part{align_up(begin, alignment), align_down(end, alignment)};
-    if (part.end - part.begin < kMinInPlaceBytes) return std::nullopt;
+    const int64_t begin = align_up(std::max(span.begin, from), alignment);
     if (mode.direct) {
       // Direct reads into small pages are slower than through staging (many more segments for the device).
       if (!destinations_.find(transfer)) return std::nullopt;
-      const int64_t address = reinterpret_cast<int64_t>(transfer.dst) + (part.begin - transfer.src_offset);
+      const int64_t address = reinterpret_cast<int64_t>(transfer.dst) + (begin - transfer.src_offset);
       if (!is_aligned(address, mode.memory_alignment)) return std::nullopt;
     }
+    const int64_t run = run_end(span, begin, kMinInPlaceBytes + alignment);
+    if (run - begin < kMinInPlaceBytes) return std::nullopt;
+    const ByteRange part{begin, align_down(mode_end(begin, run, mode), alignment)};
+    if (part.size() < kMinInPlaceBytes) return std::nullopt;
     return part;
   }
 
+  // REQUIRES: the part begins where the span does.
   void read_in_place(const Span& span, ByteRange part, const ReadMode& mode) {
     const Transfer& transfer = transfer_of(span);
+    Span last = span;  // that a read begins in
     for (int64_t at = part.begin; at < part.end;) {
       // Cuts lie at multiples of the chunk size in the file, so that they are aligned whatever the alignment is.
       const int64_t end = std::min(part.end, align_down(at, options_.chunk_bytes) + options_.chunk_bytes);
       close_chunk();
+      while (last.end <= at) last = pop();
       std::byte* destination = transfer.dst + (at - transfer.src_offset);
       plan_.chunks.push_back({static_cast<int32_t>(plan_.reads.size()), 1, static_cast<int64_t>(plan_.pieces.size()), 0,
                               0, mode.direct, mode.cached,
                               prepare(transfer, destination, destination + (end - at), mode.direct)});
-      plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer.id});
+      plan_.reads.push_back({file_, at, end - at, end, destination, 0, transfer_of(last).id});
       at = end;
     }
     plan_.bytes_needed += part.size();
     plan_.bytes_read += part.size();
-    if (part.end < span.end) keep_rest(span, elements_ending_by(transfer, part.end));
+    while (last.end < part.end) last = pop();
+    if (part.end < last.end) keep_rest(last, elements_ending_by(transfer_of(last), part.end));
   }
 
   // Puts back what lies behind the elements before `first`.
@@ -456,6 +493,8 @@ class FilePlanner {
   std::vector<Span> spans_;  // sorted
   size_t next_ = 0;          // first not taken
   std::priority_queue<Span, std::vector<Span>, LaterSpan> rest_;
+  ByteRange run_;                      // see run_end(): the last one that was looked for, from there on
+  bool run_is_whole_ = false;          // it does not go on behind its end
   std::map<int64_t, ReadMode> modes_;  // of windows
   std::vector<ByteRange> shared_;      // what other processes read too: sorted, disjoint
   std::optional<Chunk> chunk_;         // the open one

@@ -11,6 +11,9 @@
 // Where other processes of the machine load from the same files, what they read too is not read past the page cache, so
 // that storage gives it once: see SharedReads.
 //
+// Transfers that follow one another in the file as in memory share reads in place: what is laid out like its file costs
+// as many reads as one tensor of that size.
+//
 // Into a GPU's memory nothing is read in place: all of it goes through staging.
 //
 // The source of an op is cut at its granules: all bytes of a granule arrive in one chunk, which grows beyond

@@ -326,6 +326,12 @@ int64_t Pipeline::Lane::transfer_at(const ActiveRead& active, int64_t offset) co
   const Plan& plan = active.chunk->work.segment->plan;
   const Chunk& chunk = pipeline_.chunk_of(active.chunk->work);
   int64_t id = active.read->transfer_id;
+  if (active.read->destination) {  // one read may fill the destinations of several
+    for (const Transfer& transfer : plan.transfers) {
+      const ByteRange source = source_bounds(transfer);
+      if (transfer.file == active.read->file && source.begin <= offset && offset < source.end) id = transfer.id;
+    }
+  }
   for (int64_t i = chunk.first_piece; i < chunk.first_piece + chunk.num_pieces; ++i) {
     const Piece& piece = plan.pieces[static_cast<size_t>(i)];
     const auto read = static_cast<int32_t>(active.read - plan.reads.data());

@@ -13,18 +13,17 @@ What safetensors 0.8 refuses is refused here, and also:
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 
+from .collector import collector_paused
 from .entries import Shard, TensorEntry
 from .errors import CheckpointError, printable
 from .files import DOWNLOAD_AGAIN, open_regular, read_at
@@ -142,7 +141,7 @@ def _fill(shard: Shard, read: Callable[[int, int], bytes]) -> None:
     """Reads and parses the header of `shard`, of which only the file is known so far."""
     header = _read_header(read, shard.path, shard.size)
     shard.data_offset = 8 + len(header)
-    with _collector_paused():
+    with collector_paused():
         _parse_header(shard, header)
 
 
@@ -185,18 +184,6 @@ def _read_header(read: Callable[[int, int], bytes], path: str, size: int) -> byt
         )
     end = 8 + length
     return first[8:end] if end <= len(first) else first[8:] + read(len(first), end - len(first))
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Parsing makes many objects and no cyclic garbage; collections would double its time."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
 
 
 def _parse_header(shard: Shard, header: bytes) -> None:

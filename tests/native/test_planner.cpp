@@ -234,9 +234,19 @@ void run_plan(const Plan& plan, const Setting& setting, const VirtualFiles& file
       if (!read.destination) continue;
       const auto owner = std::ranges::find(plan.transfers, read.transfer_id, &Transfer::id);
       expect(owner != plan.transfers.end() && owner->file == read.file, "a read in place names its transfer");
-      const int64_t first = read.destination - owner->dst;
-      expect(owner->src_offset + first == read.offset, "a read in place lies where its bytes belong");
-      written[static_cast<size_t>(owner - plan.transfers.begin())].push_back({first, first + read.length});
+      expect(owner->src_offset + (read.destination - owner->dst) == read.offset,
+             "a read in place lies where its bytes belong");
+      int64_t num_filled = 0;
+      for (size_t i = 0; i < plan.transfers.size(); ++i) {  // it may fill the destinations of several
+        const Transfer& transfer = plan.transfers[i];
+        if (transfer.file != read.file || !transfer.is_plain()) continue;
+        const int64_t first = std::max<int64_t>(read.offset - transfer.src_offset, 0);
+        const int64_t last = std::min(read.needed_end - transfer.src_offset, transfer.num_elements());
+        if (first >= last || transfer.src_offset + (read.destination - transfer.dst) != read.offset) continue;
+        written[i].push_back({first, last});
+        num_filled += last - first;
+      }
+      expect(num_filled == read.length, "a read in place fills destinations alone");
     }
     for (int64_t p = chunk.first_piece; p < chunk.first_piece + chunk.num_pieces; ++p) {
       const Piece& piece = plan.pieces[static_cast<size_t>(p)];
@@ -764,6 +774,65 @@ TEST_CASE("small destinations that lie side by side are prepared together") {
   const Plan plan = plan_reads(transfers, setting.options());
   check_structure(plan, setting);
   CHECK(plan.preparations == std::vector<ByteRange>{{address, address + 8'000 * kKiB}});
+}
+
+TEST_CASE("destinations that lie as in the file are read into as one") {
+  const Memory memory(64 * kMiB);
+  auto* const base = memory.data() + (-reinterpret_cast<int64_t>(memory.data()) & (kPrepareStep - 1));
+  Setting setting = always(direct_mode(512, 512));
+  setting.chunk_bytes = 2 * kMiB;
+  setting.can_prepare = [](ByteRange) { return true; };
+  std::vector<Transfer> transfers;
+  int64_t at = 1000;  // in the file, whose first byte would lie at `base`
+  for (int64_t id = 0; at < 8 * kMiB; ++id) {
+    const int64_t bytes = id % 3 == 0 ? 16 : 40'000;
+    transfers.push_back(contiguous(id, at, bytes, base + at));
+    at += bytes;
+  }
+  const auto in_place = [&](const std::vector<Transfer>& wanted) {
+    const Plan plan = plan_reads(wanted, setting.options());
+    check_structure(plan, setting);
+    run_plan(plan, setting, VirtualFiles());
+    int64_t bytes = 0;
+    for (const Read& read : plan.reads) {
+      if (!read.destination) continue;
+      bytes += read.length;
+      const Transfer& first = transfers[static_cast<size_t>(read.transfer_id)];  // in which the read begins
+      CHECK((first.src_offset <= read.offset && read.offset < source_bounds(first).end));
+    }
+    return std::pair(bytes, plan.reads.size());
+  };
+  // All but what lies before and behind the first and last multiple of 512; in as many reads as chunks.
+  const auto [all, num_all] = in_place(transfers);
+  CHECK(all == align_down(at, 512) - 1024);
+  CHECK(num_all == 7);
+
+  // One that lies elsewhere, or whose bytes another one needs too, is no part of it, and those around it are.
+  std::vector<Transfer> moved = transfers;
+  moved[120].dst = base + 32 * kMiB;
+  const auto [bytes, num_reads] = in_place(moved);
+  CHECK(align_down(at, 512) - 1024 - bytes < 16 + 2 * 512 + 1);
+  CHECK(num_reads < 14);
+  std::vector<Transfer> twice = transfers;
+  twice.push_back(
+      contiguous(static_cast<int64_t>(transfers.size()), transfers[121].src_offset + 100, 200, base + 32 * kMiB));
+  const auto [bytes_once, num_reads_then] = in_place(twice);
+  CHECK(align_down(at, 512) - 1024 - bytes_once < 40'000 + 2 * 512);
+  CHECK(num_reads_then < 14);
+}
+
+TEST_CASE("very many tiny destinations that lie as in the file are planned in a moment") {
+  const Memory memory(64 * kMiB);
+  auto* const base = memory.data() + (-reinterpret_cast<int64_t>(memory.data()) & (kPrepareStep - 1));
+  Setting setting = always(direct_mode(4096, 4096));
+  setting.chunk_bytes = 2 * kMiB;
+  setting.can_prepare = [](ByteRange) { return true; };
+  std::vector<Transfer> transfers;
+  for (int64_t id = 0; id < 300'000; ++id) {  // with gaps that end runs before they are worth a read of their own
+    const int64_t gap = id / 3'000 * 16;
+    transfers.push_back(contiguous(id, gap + id * 16 + 16, 16, base + gap + id * 16 + 16));
+  }
+  check_structure(plan_reads(std::move(transfers), setting.options()), setting);
 }
 
 TEST_CASE("a sparse destination that begins on a page of a dense one is not taken for a part of it") {
