@@ -67,7 +67,7 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         estimate = self.estimate
-        parts = (estimate.header, estimate.record, estimate.read, estimate.memory, estimate.total)
+        parts = (estimate.header, estimate.start, estimate.record, estimate.read, estimate.memory, estimate.total)
         seconds = (min(self.seconds), statistics.median(self.seconds), max(self.seconds))
         return (
             self.name,
@@ -80,7 +80,7 @@ class Row:
 
 
 _HEADINGS = (
-    *("load", "header", "record", "read", "memory", "estimate", "bound by"),
+    *("load", "header", "start", "record", "read", "memory", "estimate", "bound by"),
     *("min", "median", "max", "estimate/min", ""),
 )
 
@@ -262,7 +262,7 @@ def main() -> None:
             print(f"{way}: " + ", ".join(f"{size / 1024:g} KiB {1e6 * seconds:.1f} us" for size, seconds in pairs))
         print(
             f"copies {costs.copy_bytes_per_second / 1e9:.2f} GB/s, "
-            f"fresh memory {costs.fresh_bytes_per_second / 1e9:.2f} GB/s"
+            f"fresh memory {costs.fresh_bytes_per_second / 1e9:.2f} GB/s, start {1e3 * costs.start_seconds:.0f} ms"
         )
         rows = rows_of(wanted, costs, options.rounds)
     lines = [_HEADINGS, *(row.cells for row in rows)]

@@ -31,6 +31,7 @@ COSTS: dict[str, Any] = {
     },
     "copy_bytes_per_second": 8e9,
     "fresh_bytes_per_second": 4e9,
+    "start_seconds": 0.02,
 }
 
 
@@ -128,9 +129,9 @@ def test_a_bandwidth_alone_makes_a_read_cost_32_kib_more() -> None:
 @pytest.mark.parametrize(
     ("estimate", "total", "bound_by"),
     [
-        (Estimate(header=1, record=2, hold=0.5, read=5, memory=3), 6.5, "reading"),
-        (Estimate(header=1, record=2, hold=0.5, read=5, memory=7), 8.5, "memory"),
-        (Estimate(header=1, record=9, hold=0.5, read=5, memory=7), 10, "recording"),
+        (Estimate(header=1, start=0.1, record=2, hold=0.5, read=5, memory=3), 6.6, "reading"),
+        (Estimate(header=1, start=0.1, record=2, hold=0.5, read=5, memory=7), 8.6, "memory"),
+        (Estimate(header=1, start=0.1, record=9, hold=0.5, read=5, memory=7), 10.1, "recording"),
     ],
 )
 def test_what_takes_longest_decides(estimate: Estimate, total: float, bound_by: str) -> None:
@@ -164,6 +165,9 @@ def changed(**changes: Any) -> dict[str, Any]:
         changed(copy_bytes_per_second=True),
         changed(fresh_bytes_per_second=math.nan),
         changed(fresh_bytes_per_second=None),
+        changed(start_seconds=-1),
+        changed(start_seconds=math.nan),
+        {"costs": {name: value for name, value in COSTS.items() if name != "start_seconds"}},
     ],
 )
 def test_plan_refuses_another_file(tmp_path: Path, write_checkpoint: Any, document: Any, capsys: Output) -> None:

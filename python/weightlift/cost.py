@@ -1,9 +1,12 @@
 """How long a load takes: a formula over what it reads, and over what storage and memory were measured to give.
 
-    seconds = header + max(record, hold + max(read, memory))
+    seconds = header + start + max(record, hold + max(read, memory))
 
-header  The files are found and parsed; and
-record  the weight loaders run and the reads are planned, in the time that planning of the same load took for both.
+header  The files are found and parsed.
+start   Files are opened, threads started, queues filled, and in the end emptied: measured as what a small load took
+        beyond the rest of the formula.
+record  The weight loaders run and the reads are planned; for this and the header counts the time that planning of the
+        same load took.
 hold    For so long reading waits for recording to end, so that coverage is proven first.
 read    Of each read of storage, the seconds that it adds to a stream of such reads, as many in flight as in a load:
         measured for some sizes, and on the line between them for others.
@@ -60,6 +63,7 @@ class Estimate:
     """
 
     header: float
+    start: float
     record: float
     hold: float
     read: float
@@ -67,7 +71,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        return self.header + max(self.record, self.hold + max(self.read, self.memory))
+        return self.header + self.start + max(self.record, self.hold + max(self.read, self.memory))
 
     @property
     def bound_by(self) -> Literal["reading", "memory", "recording"]:
@@ -81,7 +85,7 @@ class Estimate:
     def __str__(self) -> str:
         return (
             f"about {self.total:.2f} s, bound by {self.bound_by} (header {self.header:.2f}, "
-            f"recording {self.record:.2f}, reading {self.read:.2f}, memory {self.memory:.2f})"
+            f"start {self.start:.2f}, recording {self.record:.2f}, reading {self.read:.2f}, memory {self.memory:.2f})"
         )
 
 
@@ -94,11 +98,13 @@ class LoadCosts:
             it adds, ascending in size. Empty: that was not measured.
         copy_bytes_per_second: out of the page cache or staging, by the threads of a load.
         fresh_bytes_per_second: at which memory comes that was not touched before.
+        start_seconds: what each load takes besides.
     """
 
     read_seconds: dict[Literal["direct", "buffered"], tuple[tuple[float, float], ...]]
     copy_bytes_per_second: float
     fresh_bytes_per_second: float
+    start_seconds: float = 0.0
 
     @classmethod
     def of_bandwidth(cls, bytes_per_second: float) -> LoadCosts:
@@ -131,6 +137,7 @@ class LoadCosts:
             {"direct": _curve(read_seconds["direct"]), "buffered": _curve(read_seconds["buffered"])},
             copy_bytes_per_second=_positive(found["copy_bytes_per_second"]),
             fresh_bytes_per_second=_positive(found["fresh_bytes_per_second"]),
+            start_seconds=0.0 if found["start_seconds"] == 0 else _positive(found["start_seconds"]),
         )
 
     def to_dict(self) -> dict[str, Any]:

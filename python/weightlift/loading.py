@@ -14,6 +14,7 @@ import torch
 
 from ._logging import bad_setting, logger
 from .checkpoint import locate
+from .collector import collector_paused
 from .config import LoadConfig, ResolvedConfig, misspelt_variables
 from .entries import CheckpointFiles
 from .memory import allocate_like
@@ -247,11 +248,18 @@ def load_file(
 
 def read_all(checkpoint: Checkpoint, device: torch.device, *, progress: bool = False) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint that is recording, as `load_file` returns them."""
-    tensors = allocate_like(checkpoint.files, device)
     with progress_bar(checkpoint, progress):
+        tensors = record_all(checkpoint, device)
+        checkpoint.run()
+    return tensors
+
+
+def record_all(checkpoint: Checkpoint, device: torch.device, *, reserve: bool = False) -> dict[str, torch.Tensor]:
+    """Allocates every tensor of a checkpoint, as `allocate_like`, and records the copies into them."""
+    with collector_paused():
+        tensors = allocate_like(checkpoint.files, device, reserve=reserve)
         for name, tensor in tensors.items():
             checkpoint._program.record_whole(tensor, name)
-        checkpoint.run()
     return tensors
 
 

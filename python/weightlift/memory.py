@@ -16,16 +16,20 @@ from .tensor import contiguous_strides, empty, strides_of
 # Direct reads need file offset and address to agree modulo this; no device asks for more.
 _ALIGNMENT = 4096
 _HUGE_PAGE = 2 * MiB
+MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
 # Less is not worth an allocation of whole huge pages.
 _MIN_MAPPED_BYTES = 4 * MiB
 
 
-def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate_like(files: CheckpointFiles, device: torch.device, *, reserve: bool = False) -> dict[str, torch.Tensor]:
     """An uninitialised tensor for every tensor of a checkpoint, with its strides, in the order of the files.
 
     On the CPU, those of a large shard lie in one mapping as they lie in the file, each address as far from a multiple
     of 4096 as its offset: O_DIRECT can then read into them. The mapping lives as long as one of its tensors.
     Tensors that are the same bytes of a file share memory; those that overlap otherwise do not.
+
+    Args:
+        reserve: the mappings may be larger than the memory that there is: to plan with, as `reserved` has more of it.
 
     Raises:
         MemoryError: there is no room for such a mapping.
@@ -34,7 +38,7 @@ def allocate_like(files: CheckpointFiles, device: torch.device) -> dict[str, tor
     wanted = {id(entry) for entry in files.tensors.values()}
     tensors = {}
     for shard in files.shards:
-        mapping, base = _map_like(shard) if device.type == "cpu" else (None, 0)
+        mapping, base = _map_like(shard, reserve) if device.type == "cpu" else (None, 0)
         mapped_end = 0
         same_bytes: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         for entry in shard.tensors:
@@ -92,13 +96,14 @@ def _allocate(
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-def _map_like(shard: Shard) -> tuple[mmap.mmap | None, int]:
+def _map_like(shard: Shard, reserve: bool) -> tuple[mmap.mmap | None, int]:
     """A mapping for the shard's data, and the address that its byte 0 would have."""
     data_bytes = shard.size - shard.data_offset
     if data_bytes < _MIN_MAPPED_BYTES:
         return None, 0
     try:
-        mapping = mmap.mmap(-1, data_bytes + _HUGE_PAGE + _ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if reserve else 0)
+        mapping = mmap.mmap(-1, data_bytes + _HUGE_PAGE + _ALIGNMENT, flags=flags)
     except OSError as error:
         raise MemoryError(f"{shard.path}: no memory for its {format_bytes(data_bytes)}: {error.strerror}") from error
     start = _address_of(mapping)

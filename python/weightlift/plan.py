@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import functools
-import gc
 import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _C
 from .available_memory import available_bytes
+from .collector import collector_paused
 from .config import LoadConfig, MiB, ResolvedConfig
 from .cost import Estimate, LoadCosts, ReadSize, Way
 from .entries import CheckpointFiles
 from .errors import listed, printable
-from .loading import Checkpoint, config_for_recording, open_checkpoint, open_files
+from .loading import Checkpoint, config_for_recording, open_checkpoint, open_files, record_all
 from .program import Program
 from .regions import is_nested
 from .report import LoadReport, folded_lines, format_bytes, skipped_lines
@@ -222,6 +221,7 @@ class LoadPlan:
         record = report.seconds["record"]
         return Estimate(
             header=report.seconds["header"],
+            start=costs.start_seconds if self.read_sizes else 0.0,
             record=record,
             hold=min(record, self.hold_seconds),
             read=costs.seconds_of_reads(self.read_sizes),
@@ -659,7 +659,7 @@ def plan_checkpoint(
     filters: Sequence[Filter | None] = (),
     config: LoadConfig | None = None,
 ) -> LoadPlan:
-    """Plans to load every tensor of a checkpoint into memory of its own, or a part of each.
+    """Plans to load every tensor of a checkpoint, as `load_file` does, or a part of each into memory of its own.
 
     Args:
         path, filters, config: as for `open_checkpoint`.
@@ -675,13 +675,17 @@ def plan_checkpoint(
         >>> plan.require_memory()
     """
     with (
-        _no_garbage_collection(),
+        collector_paused(),
         open_plan(path, filters=filters, config=config, explain=explain) as checkpoint,
     ):
         require_names(explain, {**checkpoint.files.tensors, **checkpoint.files.skipped})
         program = checkpoint._program
         assert isinstance(program, PlanningProgram)
-        state = record_slices(checkpoint, slices, program.reserved.empty)
+        state = (
+            record_slices(checkpoint, slices, program.reserved.empty)
+            if slices
+            else record_all(checkpoint, torch.device("cpu"), reserve=True)
+        )
         for tensor in state.values():
             program.memory.add(tensor.nbytes)
         checkpoint.run()
@@ -715,18 +719,6 @@ def measure_bandwidth(path: CheckpointPath, *, config: LoadConfig | None = None)
     if not num_bytes:
         raise ValueError("the checkpoint has no data, so that no bandwidth can be measured")
     return num_bytes / seconds
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Of cycles, of which none are made here: with 100,000 tensors, looking for them takes a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def require_names(names: Iterable[str], known: Collection[str]) -> None:

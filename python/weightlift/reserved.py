@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import GiB, KiB
+from .memory import MAP_NORESERVE
 from .report import format_bytes
 
 _STEP_BYTES = 16 * GiB
-_MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
 _PAGE = mmap.PAGESIZE
 # As malloc places what torch asks for: a large block begins behind the header of a mapping of its own.
 _LARGE_BYTES = 128 * KiB
@@ -89,7 +89,7 @@ class ReservedMemory:
         if self._mapping is None or self._next + num_bytes + 2 * _PAGE > len(self._mapping):
             size = max(_STEP_BYTES, num_bytes + 2 * _PAGE)
             try:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
                 self._mapping = mmap.mmap(-1, size, flags=flags)
             except OSError as error:
                 raise MemoryError(

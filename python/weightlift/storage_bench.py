@@ -18,10 +18,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from . import _C
-from .config import GiB, KiB, MiB
+from .config import GiB, KiB, LoadConfig, MiB
+from .cost import LoadCosts
+from .entries import CheckpointFiles, Shard, TensorEntry
 from .filesystem import Mount, mount_of
+from .loading import Checkpoint, read_all, record_all
 from .machine import machine, storage_of
+from .plan import PlanningProgram, plan_of
+from .program import Program
 from .report import format_bytes
 from .settings import CHUNK_BYTES, MAX_THREADS, NETWORK_CHUNK_BYTES, NETWORK_QUEUE_DEPTH, QUEUE_DEPTH
 from .storage_figures import LOAD_READERS, Figure, Point, ReaderName, StorageFigures
@@ -34,6 +41,7 @@ _ROUNDS = 3
 _QUICK_SECONDS = 20.0
 _WRITE_BYTES = 4 * MiB
 _FRESH_BYTES = 256 * MiB
+_LOADED_BYTES = 64 * MiB
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
@@ -137,9 +145,11 @@ def measure_storage(
                         notes.append(note)
             rounds_done += 1
         figures = [_figure_of(point, samples) for point, samples in runs.items() if samples]
-        return StorageFigures(
+        found = StorageFigures(
             path, num_bytes, machine(), storage_of(file), default, figures, statistics.median(fresh), notes
         )
+        found.start_seconds = _start_seconds(file, found.costs)
+        return found
 
 
 @contextlib.contextmanager
@@ -215,6 +225,35 @@ def _seconds_of_fresh_memory() -> float:
         except OSError:  # an old kernel
             memory[:: mmap.PAGESIZE] = bytes(_FRESH_BYTES // mmap.PAGESIZE)
         return time.perf_counter() - started
+
+
+def _start_seconds(file: str, costs: LoadCosts) -> float:
+    """What cold loads of the first 64 MiB of a file take beyond what is estimated of them."""
+    found = os.stat(file)
+    num_bytes = min(found.st_size, _LOADED_BYTES)
+    shard = Shard(file, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, 0, None, ())
+    entry = TensorEntry("bytes", torch.uint8, (num_bytes,), 0, num_bytes, shard)
+    shard.tensors = (entry,)
+    files = CheckpointFiles((shard,), {entry.name: entry})
+    config = LoadConfig().resolve()
+    beyond = []
+    for _ in range(1 + _ROUNDS):  # the first one imports, and is left out
+        _C.make_cold(file, num_bytes)
+        program = PlanningProgram(files, config)
+        with Checkpoint(files, program, watch=False, header_seconds=0.0) as checkpoint:
+            program.memory.add(record_all(checkpoint, torch.device("cpu"), reserve=True)["bytes"].nbytes)
+            checkpoint.run()
+            plan = plan_of(checkpoint)
+        try:
+            estimate = plan.estimate(costs)
+        except ValueError:  # nothing was read cold
+            return 0.0
+        started = time.perf_counter()
+        with Checkpoint(files, Program(files, config), watch=False, header_seconds=0.0) as checkpoint:
+            tensors = read_all(checkpoint, torch.device("cpu"))
+        beyond.append(time.perf_counter() - started - estimate.total)
+        del tensors
+    return max(0.0, statistics.median(beyond[1:]))
 
 
 def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:
