@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Boots a virtual machine with Debian's kernel, an emulated NVMe disk, and an NFS server with its client, and runs every
-# reader there, through storage that fails as well. Prints a table; fails when one of its rows is wrong.
+# reader there, through storage that fails as well. Prints a table; fails when one of its rows is wrong. Skips, and says
+# why, where packages are missing, or when the guest takes too long.
 #   scripts/storage_tests.sh
-# Variables: VM_KERNEL (a Debian package; default linux-image-cloud-amd64, the kernel of this release).
+# Variables: VM_KERNEL (a Debian package; default linux-image-cloud-amd64, the kernel of this release), VM_SECONDS (that the
+# guest may take; default 600).
 #
 # Installs what runs here (qemu, mkfs). The guest's kernel and busybox are downloaded into build/vm and unpacked there; the
 # other programs of the guest are this machine's, and what `make test-native` builds. What the guest does: tests/vm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VM_KERNEL=${VM_KERNEL:-linux-image-cloud-amd64}
-LIMIT_SECONDS=600
+VM_SECONDS=${VM_SECONDS:-600}
+DOWNLOAD_SECONDS=300
 bin=$PWD/.venv/bin
 native=build/native
 vm=$PWD/build/vm
@@ -51,8 +54,9 @@ if [[ ! -f $guest/.unpacked ]]; then
   say "downloading $kernel and busybox-static"
   rm -rf "$guest"
   mkdir -p "$guest/packages"
-  (cd "$guest/packages" && apt-get -qq -o APT::Sandbox::User="$(id -un)" download "$kernel" busybox-static) \
-    >"$vm/download.log" 2>&1 || skip "no package: $(tail -n 1 "$vm/download.log")"
+  (cd "$guest/packages" &&
+    timeout "$DOWNLOAD_SECONDS" apt-get -qq -o APT::Sandbox::User="$(id -un)" download "$kernel" busybox-static) \
+    >"$vm/download.log" 2>&1 || skip "no package within $DOWNLOAD_SECONDS s: $(tail -n 1 "$vm/download.log")"
   for package in "$guest"/packages/*.deb; do dpkg-deb -x "$package" "$guest"; done
   rm -r "$guest/packages"
   [[ -e $guest/lib ]] || ln -s usr/lib "$guest/lib"  # where /lib is one with /usr/lib
@@ -104,16 +108,19 @@ done
 
 # 6. Boot. Under emulation everywhere, so that it behaves alike: no time from here says anything. On a
 # machine that is busy, the kernel's check of its timer would fail.
-say "booting Linux $release, for $LIMIT_SECONDS s at most"
+say "booting Linux $release, for $VM_SECONDS s at most"
 console=$vm/console.log
 status=0
-timeout "$LIMIT_SECONDS" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp 2 -m 1536 \
+timeout "$VM_SECONDS" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp 2 -m 1536 \
   -display none -nic none -no-reboot -serial "file:$console" -serial stdio \
   -kernel "$guest/boot/vmlinuz-$release" -initrd "$work/initrd.gz" -append 'console=ttyS0 panic=-1 quiet no_timer_check' \
   -device nvme,serial=weightlift "${disks[@]}" </dev/null 2>"$vm/qemu.log" | sed -u 's/\r$//' | tee "$vm/table.txt" ||
   status=$?
 if ! grep -qE '^[0-9]+ scenarios, 0 wrong$' "$vm/table.txt"; then
-  if ((status == 124)); then say "the guest did not end within $LIMIT_SECONDS s"; fi
+  # A scenario that hangs is WRONG as well, after a limit of its own: what is slow here is the machine.
+  if ((status == 124)) && ! grep -qF '| WRONG |' "$vm/table.txt"; then
+    skip "the guest did not end within $VM_SECONDS s; $(grep -cF '| ok    |' "$vm/table.txt") scenarios were right until then"
+  fi
   tail -n 20 "$vm/qemu.log" "$console"
   exit 1
 fi

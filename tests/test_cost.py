@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,30 @@ def test_plan_refuses_another_file(tmp_path: Path, write_checkpoint: Any, docume
     bench.write_text(document if isinstance(document, str) else json.dumps(document))
     assert main(["plan", str(folder), "--bench", str(bench)]) == 1
     error = capsys.readouterr().err
-    assert f"{bench}: expected what weightlift bench --json" in error
+    assert f"{bench}: expected what weightlift bench --json of this version writes, found" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: None, "no file that can be read (No such file or directory)"),
+        (Path.mkdir, "no file that can be read (Is a directory)"),
+        (lambda path: path.symlink_to(path), "no file that can be read (Too many levels of symbolic links)"),
+        (lambda path: path.write_bytes(b"\x7fELF\xff"), "no text"),
+        (Path.touch, "no JSON (Expecting value: line 1 column 1 (char 0))"),
+        (lambda path: path.write_text('{"machine": {}}'), "other JSON"),
+    ],
+)
+def test_plan_says_what_it_found_in_place_of_figures(
+    tmp_path: Path, make: Callable[[Path], object], found: str, capsys: Output
+) -> None:
+    make(bench := tmp_path / "bench.json")
+    assert main(["plan", str(tmp_path), "--bench", str(bench)]) == 1  # before it looks for a checkpoint
+    assert capsys.readouterr().err == (
+        f"weightlift: error: {bench}: expected what weightlift bench --json of this version writes, found {found}; "
+        "measure: weightlift bench FOLDER --json FILE\n"
+    )
 
 
 def test_storage_that_was_not_measured_gives_no_estimate(tmp_path: Path, write_checkpoint: Any, capsys: Output) -> None:

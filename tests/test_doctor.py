@@ -67,6 +67,22 @@ def test_the_document_has_a_fixed_form(tmp_path: Path, capsys: Output) -> None:
     assert list(tmp_path.iterdir()) == []  # what was tried with is gone
 
 
+def test_folders_that_are_called_as_other_groups_are_groups_of_their_own(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("host", "CUDA"):
+        Path(name).mkdir()
+    found = doctor(capsys, "host", "CUDA")
+    groups = list(dict.fromkeys(group for group, _ in found))
+    assert groups == ["host", "./host", "./CUDA", "CUDA"]
+    assert ("host", "file system") not in found
+    assert ("CUDA", "file system") not in found
+    assert main(["doctor", "host", "CUDA"]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines()[1:] if line and not line.startswith(" ")]
+    assert headings == groups
+
+
 def test_the_table_has_a_remedy_below_what_is_limited(tmp_path: Path, capsys: Output) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))

@@ -20,7 +20,7 @@ from resources import loading_threads, resources
 from torch import Tensor
 
 import weightlift.unanswered as unanswered
-from weightlift import CheckpointReadError, LoadConfig, fast_load, open_checkpoint
+from weightlift import _C, CheckpointReadError, LoadConfig, fast_load, open_checkpoint
 
 MiB = 1 << 20
 READERS = [
@@ -218,6 +218,24 @@ def test_memory_is_loaded_into_again_when_the_answers_have_come(
     assert becomes(lambda: not unanswered.kept)
     fast_load(into, path, config=config(backend, strategy))
     assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("backend", ["pread", pytest.param("io_uring", marks=pytest.mark.io_uring)])
+def test_what_late_answers_bring_into_the_page_cache_is_dropped_after_them(
+    tmp_path: Path, tensors: dict[str, Tensor], backend: str
+) -> None:
+    # To open a file, as who asks what is cached does, would empty its page cache without kernel_cache.
+    with Fuse(tmp_path / "behind", tmp_path / "mounted", "attr_timeout=0,entry_timeout=0,kernel_cache") as fuse:
+        path = fuse.folder / "model.safetensors"
+        safetensors.torch.save_file(tensors, fuse.behind / path.name)
+        fuse.fails(f"hang {9 * MiB}")
+        leave = config(backend, "buffered", page_cache="leave", io_timeout_seconds=0.3)
+        with pytest.raises(CheckpointReadError, match="has not answered"):
+            fast_load(memory(), path, config=leave)
+        fuse.fails()
+        assert becomes(lambda: not unanswered.kept)
+        num_bytes = path.stat().st_size - MiB  # but for what Python has read, the header
+        assert becomes(lambda: _C.resident_bytes(str(path), MiB, num_bytes) == 0)
 
 
 def test_a_file_that_can_not_be_opened_because_storage_is_gone_is_an_error(fuse: Fuse, path: Path) -> None:

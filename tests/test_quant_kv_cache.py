@@ -16,9 +16,11 @@ from torch import Tensor
 from weightlift import fast_load
 from weightlift.errors import CheckpointMismatchError
 from weightlift.model.postprocess import PostProcessing
-from weightlift.model.quantization.base import Target
+from weightlift.model.quantization.base import QuantizationConfig, Target
+from weightlift.model.quantization.compressed_tensors import CompressedTensorsConfig
 from weightlift.model.quantization.fp8 import Fp8Config
 from weightlift.model.quantization.kv_cache import KVCacheScales
+from weightlift.model.quantization.modelopt import ModelOptConfig
 from weightlift.model.quantization.torchao import TorchAOConfig
 from weightlift.model.skeleton import load_model
 
@@ -96,6 +98,11 @@ def test_a_scale_of_several_numbers_is_an_error() -> None:
     layer: Any = KVCacheScales(Fp8Config(), "a")
     with pytest.raises(CheckpointMismatchError, match=r"a.k_scale: KV-cache scale expects a scalar weight, got shape"):
         layer.weight_loader(layer.k_scale, torch.ones(2))
+
+
+@pytest.mark.parametrize("config", [Fp8Config(), CompressedTensorsConfig([]), ModelOptConfig("FP8")])
+def test_kinds_whose_checkpoints_may_have_scales_have_a_place_for_them(config: QuantizationConfig) -> None:
+    assert set(dict(KVCacheScales(config).named_parameters())) == {"k_scale", "v_scale", "q_scale", "prob_scale"}
 
 
 def test_without_a_method_there_are_no_scales() -> None:

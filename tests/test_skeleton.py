@@ -587,6 +587,19 @@ def test_command_saves_every_rank_and_what_else_the_folder_has(
             assert_equal(values(saved), values(load_model(folder, parallel=parallel)))
 
 
+@pytest.mark.parametrize("sizes", [["--tp-size", "2"], ["--tp-size", "2", "--pp-size", "2"]])
+def test_the_command_for_slices_of_several_ranks_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: list[str]
+) -> None:
+    folder, out = write_model(tmp_path / "model"), tmp_path / "out"
+    assert main(["save-sharded", str(folder), str(out), *sizes]) == 0
+    assert main(["load", str(out), "--load-format", "sharded_state"]) == 1
+    error = capsys.readouterr().err
+    told = error.partition("weightlift load ")[2].partition(";")[0].split()
+    assert main(["load", str(out), *told, "--verify"]) == 0
+    assert set(sizes) < set(told)
+
+
 def test_slices_that_were_saved_by_a_command_are_loaded_and_verified_by_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

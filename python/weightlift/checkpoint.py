@@ -208,13 +208,20 @@ def _header_or_fault(path: str) -> Shard | CheckpointError:
 
 def _ask(question: Callable[[str], _Answer], paths: list[str]) -> list[_Answer]:
     """The answer for each path, many asked for at a time."""
-    if len(paths) < 2:
+    num_threads = min(len(paths), _MAX_ASKING, max_open_files())
+    if num_threads < 2:
         return [question(path) for path in paths]
+
+    def ask(first: int) -> list[_Answer]:
+        # Of thousands of small files on a local disk, a task for each would cost more than its answer.
+        return [question(path) for path in paths[first::num_threads]]
+
     try:
-        with ThreadPoolExecutor(min(len(paths), _MAX_ASKING, max_open_files()), "wl-header") as threads:
-            return list(threads.map(question, paths))
+        with ThreadPoolExecutor(num_threads, "wl-header") as threads:
+            parts = list(threads.map(ask, range(num_threads)))
     except RuntimeError:  # no new thread can be had (RLIMIT_NPROC, a control group's pids.max)
         return [question(path) for path in paths]
+    return [parts[i % num_threads][i // num_threads] for i in range(len(paths))]
 
 
 def read_header(path: str) -> Shard:

@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from .errors import printable
 from .settings import MERGE_GAP_BYTES
 
 Way = Literal["direct", "buffered", "cached"]
@@ -117,17 +118,23 @@ class LoadCosts:
         """Of a file that ``weightlift bench --json`` wrote.
 
         Raises:
-            OSError: the file can't be read.
-            ValueError: it is no such file.
+            ValueError: it is no such file, or can't be read.
         """
-        with open(path, encoding="utf-8") as file:
-            try:
+        try:
+            with open(path, encoding="utf-8") as file:
                 return cls.from_dict(json.load(file)["costs"])
-            except (ValueError, TypeError, KeyError, RecursionError):
-                raise ValueError(
-                    f"{path}: expected what weightlift bench --json of this version writes, found something else; "
-                    "measure again"
-                ) from None
+        except OSError as error:
+            found = f"no file that can be read ({error.strerror})"
+        except json.JSONDecodeError as error:
+            found = f"no JSON ({error})"
+        except UnicodeDecodeError:
+            found = "no text"
+        except (ValueError, TypeError, KeyError, RecursionError):
+            found = "other JSON"
+        raise ValueError(
+            f"{printable(path)}: expected what weightlift bench --json of this version writes, found {found}; "
+            "measure: weightlift bench FOLDER --json FILE"
+        )
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> LoadCosts:

@@ -239,9 +239,13 @@ def _matching(names: Iterable[str], *patterns: str) -> list[str]:
 def _check_one_rank(files: list[str], where: str) -> None:
     ranks = {match[1]: None for file in files if (match := _OF_RANK.fullmatch(file))}
     if len(ranks) > 1:
+        numbers = [tuple(map(int, re.findall(r"\d+", rank))) for rank in ranks]
+        sizes = zip(("pp", "tp")[-len(numbers[0]) :], numbers[0], map(max, zip(*numbers, strict=False)), strict=False)
+        options = " ".join(f"--{kind}-size {last + 1} --{kind}-rank {rank}" for kind, rank, last in sizes)
         raise CheckpointError(
             f"expected the files of one rank, found those of {len(ranks)} ({listed(ranks)}), each with its own part of "
-            f"the same tensors; pass CheckpointSource(path, allow_patterns=['model-{next(iter(ranks))}-part-*'])",
+            f"the same tensors; say which one: weightlift load --load-format sharded_state {options}; in Python, "
+            f"allow_patterns=['model-{next(iter(ranks))}-part-*']",
             path=where,
             reason="SeveralRanks",
         )

@@ -142,6 +142,8 @@ class Run {
       const int64_t what = input_.below(8);
       if (what == 0) carry_out_batches(ledger_.start());
       if (what == 1) look();
+      if (what == 2) share(0);
+      if (what == 3) share(100);
     }
     carry_out_batches(ledger_.start());
     require(!ledger_.has_pending(), "everything has landed");
@@ -251,7 +253,15 @@ class Run {
     require(bounds.begin >= begin && bounds.end <= begin + kMemoryBytes, "a destination lies in memory");
     used_ = std::max(used_, bounds.end - begin);
     run_naively(transfer);
+    last_ = {transfer.file, source_bounds(transfer)};
     ledger_.add(transfer);
+  }
+
+  // Other processes read a tensor too: what was recorded last of the file, and `more` bytes that nobody here may need.
+  void share(int64_t more) {
+    if (!options_.shared) options_.shared.emplace();
+    const int64_t end = std::min(last_.bytes.end + more, kFileBytes);
+    if (last_.bytes.size() > 0) options_.shared->tensors.push_back({last_.file, {last_.bytes.begin, end}});
   }
 
   // Somebody reads some bytes: what is needed for them lands, and they are right.
@@ -344,6 +354,7 @@ class Run {
   Input& input_;
   PlanOptions options_;
   Ledger ledger_;
+  SharedReads::Tensor last_{};
   int num_large_ = 0;
   int64_t used_ = 0;  // bytes of memory that may have been written
   std::vector<std::byte> staging_;

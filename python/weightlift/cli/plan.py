@@ -82,16 +82,15 @@ def _size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    costs = None if options.bench is None else LoadCosts.from_bench(options.bench)
     plan = _plan(options)
     if options.device_memory is not None:
         plan.memory = plan.memory.on_device()
-    bandwidth, costs = options.bandwidth, None
+    bandwidth = options.bandwidth
     if options.measure:
         config = LoadConfig(strategy=options.strategy)
         bandwidth = measure_bandwidth(source.source_of(options), config=config) / 1e9
-    if options.bench is not None:
-        costs = LoadCosts.from_bench(options.bench)
-    elif bandwidth is not None:
+    if bandwidth is not None:
         costs = LoadCosts.of_bandwidth(bandwidth * 1e9)
     estimate = None if costs is None else plan.estimate(costs)
     available = available_bytes() if options.memory is None else options.memory

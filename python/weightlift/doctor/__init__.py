@@ -5,6 +5,7 @@ The core decides the same way when it loads: what is found here is what a load i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,9 @@ def examine(paths: Sequence[str], config: ResolvedConfig) -> Examination:
             folder without weights, a small file is written and removed again.
         config: what loads are set to.
     """
-    findings = examine_host(config, settle(config, []))
+    host, cuda = examine_host(config, settle(config, [])), examine_cuda()
+    others = {finding.group for finding in (*host, *cuda)}
+    places: list[Finding] = []
     for path in paths or default_places():
-        findings += examine_place(path)
-    findings += examine_cuda()
-    return Examination({**machine(), "instructions": _C.simd()}, findings)
+        places += examine_place(os.path.join(os.curdir, path) if path in others else path)
+    return Examination({**machine(), "instructions": _C.simd()}, [*host, *places, *cuda])

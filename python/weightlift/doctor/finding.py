@@ -14,7 +14,7 @@ class Finding:
     """How one thing is on this host.
 
     Attributes:
-        group: what it belongs to: "host", "CUDA", or the path that was looked at.
+        group: what it belongs to: "host", "CUDA", or the path that was looked at (`./host` where it has that name).
         subject: what was looked at: "io_uring".
         summary: one line.
         details: what was found, in types that `json.dumps` takes; sizes in bytes, times in seconds.

@@ -22,13 +22,12 @@ from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from .._logging import logger
-from ..config import OPTIONS, LoadConfig
+from ..config import LoadConfig
 from ..loading import Checkpoint, open_checkpoint
 from ..model.loader import land_leftovers
 from ..report import LoadReport
 from ..source import CheckpointSource
-
-LOAD_FORMAT = "weightlift"
+from .load_format import LOAD_FORMAT, ExtraConfig, tell
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -64,16 +63,9 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang
     """
 
     def __init__(self, load_config: Any) -> None:
-        options = dict(load_config.model_loader_extra_config)
-        self._report_dir = options.pop("report_dir", None)
-        if not isinstance(self._report_dir, (str, type(None))):
-            raise ValueError(f"report_dir must be the path of a folder, found {self._report_dir!r}")
-        if unknown := options.keys() - OPTIONS.keys():
-            raise ValueError(
-                f"model_loader_extra_config of load format {LOAD_FORMAT} has unknown keys: "
-                f"{', '.join(sorted(unknown))} (accepted: {', '.join((*OPTIONS, 'report_dir'))})"
-            )
-        self._config = LoadConfig(**options)
+        extra = ExtraConfig.read(load_config.model_loader_extra_config)
+        self._report_dir = extra.report_dir
+        self._config = LoadConfig(**extra.options)
         # None outside of load_weights_and_postprocess: copies are carried out at once then.
         self._block: contextlib.ExitStack | None = None
         self._checkpoints: list[Checkpoint] = []
@@ -94,7 +86,7 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang
         finally:
             for checkpoint in self._checkpoints:
                 checkpoint.close()
-        self._tell()
+        tell(self.reports, report_dir=self._report_dir, logger=logger)
         DefaultModelLoader.postprocess_weights(model, target_device)
 
     def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None, **startup: Any) -> Iterator[Any]:
@@ -134,14 +126,3 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang
             # Recording is for one thread: models hand other tensors of the CPU to a pool of threads, but not these.
             tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
             yield name, tensor
-
-    def _tell(self) -> None:
-        """Logs what this rank has read, and writes it down where the user wants that."""
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        for number, report in enumerate(self.reports):
-            logger.info("rank %d: %s", rank, report.summary())
-            if self._report_dir is not None:
-                os.makedirs(self._report_dir, exist_ok=True)
-                name = f"rank-{rank}.json" if number == 0 else f"rank-{rank}-source-{number}.json"
-                with open(os.path.join(self._report_dir, name), "w") as file:
-                    json.dump(report.to_dict(), file, indent=2)

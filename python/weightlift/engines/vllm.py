@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -22,13 +21,12 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
-from ..config import OPTIONS, LoadConfig
+from ..config import LoadConfig
 from ..loading import Checkpoint, open_checkpoint, progress_bar
 from ..model.loader import land_leftovers
 from ..report import LoadReport
 from ..source import CheckpointSource
-
-LOAD_FORMAT = "weightlift"
+from .load_format import LOAD_FORMAT, ExtraConfig, tell
 
 # Under one of vLLM's own names: loggers of others are not shown.
 logger = init_logger("vllm.plugins.weightlift")
@@ -55,21 +53,15 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM i
     """
 
     def __init__(self, load_config: Any) -> None:
-        options = load_config.model_loader_extra_config
-        if not isinstance(options, dict):
-            raise ValueError(f"model_loader_extra_config must be a dict, found {type(options).__name__}")
-        options = dict(options)
-        upstream = {key: options.pop(key) for key in ("enable_weights_track",) if key in options}
-        self._report_dir = options.pop("report_dir", None)
-        if not isinstance(self._report_dir, (str, type(None))):
-            raise ValueError(f"report_dir must be the path of a folder, found {self._report_dir!r}")
-        self._config = _read_options(options, load_config)
+        extra = ExtraConfig.read(load_config.model_loader_extra_config, upstream_keys=["enable_weights_track"])
+        self._report_dir = extra.report_dir
+        self._config = _read_options(extra.options, load_config)
         self._checkpoint: Checkpoint | None = None
         # None outside of load_weights: copies are carried out at once then.
         self._block: contextlib.ExitStack | None = None
         self.report = LoadReport()  # of what was loaded last
         # Of the formats that vLLM knows, auto is the one whose choice of files we take over.
-        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=upstream))
+        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=extra.upstream))
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         try:
@@ -87,7 +79,7 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM i
                 self._block = None
         if self._checkpoint is not None:
             self.report = self._checkpoint.report
-            self._tell()
+            tell([self.report], report_dir=self._report_dir, logger=logger)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """All (name, tensor) of the model, in the order of vLLM's default loader.
@@ -156,25 +148,9 @@ class WeightliftModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM i
         if self._block is not None:
             checkpoint.run()  # already here, so that the time that vLLM reports is that of the whole load
 
-    def _tell(self) -> None:
-        """Logs what this rank has read, and writes it down where the user wants that."""
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        logger.info("rank %d: %s", rank, self.report.summary())
-        if self._report_dir is not None:
-            os.makedirs(self._report_dir, exist_ok=True)
-            with open(os.path.join(self._report_dir, f"rank-{rank}.json"), "w") as file:
-                json.dump(self.report.to_dict(), file, indent=2)
-
 
 def _read_options(options: dict[str, Any], load_config: Any) -> LoadConfig:
     """vLLM's settings as ours."""
-    if unknown := options.keys() - OPTIONS.keys():
-        hint = "; reads are always parallel here" if "enable_multithread_load" in unknown else ""
-        accepted = ", ".join((*OPTIONS, "enable_weights_track", "report_dir"))
-        raise ValueError(
-            f"model_loader_extra_config of load format {LOAD_FORMAT} has unknown keys: {', '.join(sorted(unknown))}"
-            f"{hint} (accepted: {accepted})"
-        )
     strategy = load_config.safetensors_load_strategy
     if strategy is not None and strategy != "torchao":
         if options.get("strategy") is not None:

@@ -18,7 +18,7 @@ from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, Unquantiz
 from ..mapping import ACTIVATION_ORDER, KV_CACHE_SCALES, WeightsMapper
 from ..model_config import ModelConfig
 from ..vocab import ParallelLMHead
-from .kv_cache import KVCacheScales
+from .kv_cache import BaseKVCacheMethod, KVCacheScales
 from .layer_names import LayerNames
 
 if TYPE_CHECKING:
@@ -40,11 +40,13 @@ class QuantizationConfig(abc.ABC):
 
     Attributes:
         name: the `quant_method` of the config.
+        has_cache_scales: whether attention layers have scales of an FP8 cache.
         packed_modules_mapping: of a layer that is fused in the model, by the last part of its name, the last parts of
             the names that its parts have in the checkpoint.
     """
 
     name: ClassVar[str]
+    has_cache_scales: ClassVar[bool] = False
 
     # Suffixes of tensors that the checkpoint may have beyond what the model takes.
     _ignore_unexpected_suffixes: tuple[str, ...] = (
@@ -84,10 +86,6 @@ class QuantizationConfig(abc.ABC):
         """The method of the head; None, and so in most checkpoints: it is not quantised."""
         return None
 
-    def cache_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of the scales of an attention layer's cache; None: it has none."""
-        return None
-
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of the layer with that name. None: layers of its kind are not quantised, or this one isn't.
 
@@ -95,7 +93,7 @@ class QuantizationConfig(abc.ABC):
             ValueError: it is quantised in a way that there is no method for, or its parts are not all quantised.
         """
         if isinstance(layer, KVCacheScales):
-            return self.cache_method(layer, prefix)
+            return BaseKVCacheMethod(is_fnuz=self.target == "fnuz") if self.has_cache_scales else None
         if isinstance(layer, LinearBase):
             if self.is_ignored(self.parts_of(prefix), prefix):
                 return UnquantizedLinearMethod()

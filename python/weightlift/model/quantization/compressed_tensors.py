@@ -9,15 +9,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, UnquantizedLinearMethod
 from ..mapping import WeightsMapper
 from ..vocab import ParallelLMHead
 from .base import QuantizationConfig, Target, parts_of_experts, read_object
 from .fp8 import Fp8LinearMethod, read_block_size
 from .int8 import Int8LinearMethod
-from .kv_cache import BaseKVCacheMethod
 from .layer_names import LayerNames
 from .mxfp8 import Mxfp8LinearMethod
 
@@ -107,6 +104,7 @@ class CompressedTensorsConfig(QuantizationConfig):
     """
 
     name = "compressed-tensors"
+    has_cache_scales = True
 
     def __init__(
         self,
@@ -259,9 +257,6 @@ class CompressedTensorsConfig(QuantizationConfig):
         if scheme.family == "int8" and scheme.strategy == "channel":
             return Int8MoEMethod(layer, target=self.target, static_input=scheme.is_static)
         raise ValueError(f"{prefix}: No compressed-tensors compatible scheme was found for experts: {scheme}")
-
-    def cache_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
-        return BaseKVCacheMethod(is_fnuz=self.target == "fnuz")
 
 
 def _check_weights(weights: Mapping[str, Any]) -> None:

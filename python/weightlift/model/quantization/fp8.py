@@ -18,7 +18,6 @@ from ..parameter import (
 from .arrival import Converted, MarlinWeight, MemoryLayout, fnuz_weight
 from .base import UNSET, QuantizationConfig, QuantizedLinearMethod, Target
 from .fp8_scales import MarlinFp8Scales, ModelOptBlockScales, doubled_scales
-from .kv_cache import BaseKVCacheMethod
 from .layer_names import LayerNames
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ class Fp8Config(QuantizationConfig):
     """
 
     name = "fp8"
+    has_cache_scales = True
 
     def __init__(
         self,
@@ -89,9 +89,6 @@ class Fp8Config(QuantizationConfig):
             block_size=self.block_size,
             scale_name="weight_scale_inv",
         )
-
-    def cache_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
-        return BaseKVCacheMethod(is_fnuz=self.target == "fnuz")
 
 
 class Fp8LinearMethod(QuantizedLinearMethod):

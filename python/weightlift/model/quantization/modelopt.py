@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..linear import LinearBase, LinearMethodBase, QuantizeMethodBase, UnquantizedLinearMethod
 from ..mapping import WeightsMapper
 from ..vocab import ParallelLMHead
 from .base import QuantizationConfig, Target, parts_of_experts, read_object
 from .fp8 import Fp8LinearMethod, Strategy
-from .kv_cache import BaseKVCacheMethod
 from .layer_names import LayerNames, renamed
 from .mxfp8 import Mxfp8LinearMethod
 
@@ -41,6 +38,7 @@ class ModelOptConfig(QuantizationConfig):
     """
 
     name = "modelopt"
+    has_cache_scales = True
 
     def __init__(
         self,
@@ -135,6 +133,3 @@ class ModelOptConfig(QuantizationConfig):
             scale_name="weight_scale",
             is_modelopt=True,
         )
-
-    def cache_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
-        return BaseKVCacheMethod(is_fnuz=self.target == "fnuz")
