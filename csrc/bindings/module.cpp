@@ -415,6 +415,10 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("num_dropped", &Ledger::num_dropped,
                              "Recorded, and overwritten before they were started.");
 
+  py::class_<OpenedFile>(m, "OpenedFile", "A file, open for the ways it is read in. See csrc/readers/source_file.h.")
+      .def(py::init([](const fs::path& path) { return open_both_ways(path.string()); }), "path"_a,
+           py::call_guard<py::gil_scoped_release>());
+
   // Its end waits for reads in flight: not with the GIL held.
   py::class_<Pipeline, PipelinePtr>(m, "Pipeline",
                                     "Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.",
@@ -425,9 +429,13 @@ PYBIND11_MODULE(_C, m) {
            "twin_devices: for tests; see csrc/staging/twin_device.h.")
       .def(
           "add_file",
-          [](Pipeline& pipeline, const fs::path& path, int64_t size, uint64_t device, uint64_t inode,
-             int64_t mtime_ns) { return pipeline.add_file(path.string(), {size, device, inode, mtime_ns}); },
-          "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a)
+          [](Pipeline& pipeline, const fs::path& path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns,
+             const py::typing::Optional<OpenedFile>& opened) {
+            return pipeline.add_file(path.string(), {size, device, inode, mtime_ns},
+                                     opened.is_none() ? OpenedFile{} : std::move(opened.cast<OpenedFile&>()));
+          },
+          "path"_a, "size"_a, "device"_a, "inode"_a, "mtime_ns"_a, "opened"_a = py::none(),
+          "Returns the file's index. `opened`, of that path, is empty afterwards.")
       .def(
           "submit",
           [](Pipeline& pipeline, Batch& batch, bool barrier, bool urgent, const SharedTensors& shared,

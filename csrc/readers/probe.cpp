@@ -158,9 +158,13 @@ DirectIo DirectProbes::of(const char* path, uint64_t device, UniqueFd* opened) {
     if (known != proven_.end()) return known->second;
   }
   DirectIo direct = probe_direct(path, opened);
-  const std::lock_guard lock(mutex_);
-  if (direct.proven && !direct.told) proven_[device] = direct;
+  note(device, direct);
   return direct;
+}
+
+void DirectProbes::note(uint64_t device, const DirectIo& found) {
+  const std::lock_guard lock(mutex_);
+  if (found.proven && !found.told) proven_[device] = found;
 }
 
 }  // namespace weightlift

@@ -31,6 +31,8 @@ class DirectProbes {
  public:
   // `opened` as above; it is left as it was where nothing had to be tried.
   DirectIo of(const char* path, uint64_t device, UniqueFd* opened);
+  // What one of its files was found to be like elsewhere.
+  void note(uint64_t device, const DirectIo& found);
 
  private:
   std::mutex mutex_;

@@ -6,6 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
+#include <thread>
+
+#include "util/threads.h"
 
 namespace weightlift {
 namespace {
@@ -36,17 +40,41 @@ void ask_server(int fd, const char* path) {
 
 }  // namespace
 
+OpenedFile open_both_ways(const std::string& path) {
+  OpenedFile opened;
+  std::jthread other;
+  try {
+    const SignalsBlocked blocked;
+    other = std::jthread([&] { opened.buffered = UniqueFd(open_retrying(path, 0)); });
+  } catch (const std::system_error&) {  // no further thread
+  }
+  UniqueFd direct;
+  DirectIo direct_io = probe_direct(path.c_str(), &direct);
+  // Somebody who reads the header meanwhile may have brought in what was tried: it proves nothing then.
+  if (direct_io.proven || !direct_io.usable) {
+    opened.direct = std::move(direct);
+    opened.direct_io = std::move(direct_io);
+  }
+  if (other.joinable()) other.join();
+  return opened;
+}
+
 Fault SourceFile::open(Strategy strategy, PageCache page_cache, DirectProbes& probes) {
   if (buffered_) return {};
-  UniqueFd fd(open_retrying(path_, 0));
+  OpenedFile opened = std::exchange(opened_, {});
+  UniqueFd fd = opened.buffered ? std::move(opened.buffered) : UniqueFd(open_retrying(path_, 0));
   if (!fd) return {FaultKind::kOpen, errno, index_};
   if (Fault fault = compare(fd.get())) return fault;
   if (strategy != Strategy::kBuffered) {
-    UniqueFd opened;
-    if (!probed_) direct_io_ = probes.of(path_.c_str(), identity_.device, &opened);
+    if (opened.direct_io) {
+      direct_io_ = std::move(*opened.direct_io);
+      probes.note(identity_.device, direct_io_);
+    } else if (!probed_) {
+      direct_io_ = probes.of(path_.c_str(), identity_.device, &opened.direct);
+    }
     probed_ = true;
     if (direct_io_.usable) {
-      direct_ = opened ? std::move(opened) : UniqueFd(open_retrying(path_, O_DIRECT));
+      direct_ = opened.direct ? std::move(opened.direct) : UniqueFd(open_retrying(path_, O_DIRECT));
       if (!direct_) return {FaultKind::kOpen, errno, index_};
       if (Fault fault = compare(direct_.get())) return fault;
     } else if (strategy == Strategy::kDirect) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,10 +36,22 @@ enum class PageCache {
            // is dropped when the file is closed, where that can be told
 };
 
+// A file opened for the ways it is read in, before it is known what it should be.
+struct OpenedFile {
+  UniqueFd buffered;                  // nothing: it could not be opened
+  UniqueFd direct;                    // where direct reads were proven to work
+  std::optional<DirectIo> direct_io;  // nothing: it is not known yet
+};
+
+// Opens a file for both ways to read at once, and tries direct reads out: across a network that is two round trips, the
+// least that reading the file's header takes too. What fails is left for SourceFile::open to try again, and to tell.
+OpenedFile open_both_ways(const std::string& path);
+
 class SourceFile {
  public:
-  SourceFile(int32_t index, std::string path, const FileIdentity& identity)
-      : index_(index), path_(std::move(path)), identity_(identity) {}
+  // `opened`: of this path. What is open on another file by then is a fault as if it had been opened later.
+  SourceFile(int32_t index, std::string path, const FileIdentity& identity, OpenedFile opened = {})
+      : index_(index), path_(std::move(path)), identity_(identity), opened_(std::move(opened)) {}
 
   SourceFile(const SourceFile&) = delete;
   SourceFile& operator=(const SourceFile&) = delete;
@@ -83,6 +96,7 @@ class SourceFile {
   int32_t index_;
   std::string path_;
   FileIdentity identity_;
+  OpenedFile opened_;  // until open()
   UniqueFd buffered_;
   UniqueFd direct_;
   DirectIo direct_io_{};

@@ -71,10 +71,11 @@ std::optional<std::vector<ByteRange>> Pipeline::destinations_in_flight() const {
   return destinations;
 }
 
-int32_t Pipeline::add_file(std::string path, const FileIdentity& identity) {
+int32_t Pipeline::add_file(std::string path, const FileIdentity& identity, OpenedFile opened) {
   std::lock_guard lock(mutex_);
   const auto index = static_cast<int32_t>(files_.size());
-  files_.push_back(std::make_unique<SourceFile>(index, std::move(path), identity));
+  if (opened.buffered || opened.direct) ahead_.push_back(index);
+  files_.push_back(std::make_unique<SourceFile>(index, std::move(path), identity, std::move(opened)));
   file_users_.push_back(0);
   direct_io_.emplace_back();
   stats_.files.emplace_back();
@@ -105,25 +106,27 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mu
   auto opening = std::make_shared<Opening>();
   // Those that are never used stay open until the end, so that there are never more.
   std::erase_if(ahead_, [&](int32_t file) { return std::ranges::count(files, file) > 0; });
-  const size_t num_needed = files.size();
+  std::vector<int32_t> next;
   const auto num_files = static_cast<int32_t>(files_.size());
   const auto max_ahead = static_cast<size_t>(options_.open_ahead);
   for (int32_t file = files.back() + 1; file < num_files && ahead_.size() < max_ahead; ++file) {
     if (file_users_[static_cast<size_t>(file)] > 0 || std::ranges::count(ahead_, file) > 0) continue;
     ahead_.push_back(file);
-    files.push_back(file);
+    next.push_back(file);
   }
-  post([this, opening, num_needed, files = std::move(files)] {
-    Fault fault = open_files(files, options_.strategy, options_.page_cache, probes_,
-                             [this](int32_t file) -> SourceFile& { return ask_about(file); });
-    // What is wrong with another is told when its turn comes.
-    const auto needed = files.begin() + static_cast<std::ptrdiff_t>(num_needed);
-    if (fault && std::find(files.begin(), needed, fault.file) == needed) fault = {};
+  const auto open = [this](const std::vector<int32_t>& asked) {
+    return open_files(asked, options_.strategy, options_.page_cache, probes_,
+                      [this](int32_t file) -> SourceFile& { return ask_about(file); });
+  };
+  post([this, opening, open, files = std::move(files)] {
+    Fault fault = open(files);
     std::lock_guard guard(mutex_);
     opening->fault = std::move(fault);
     opening->done = true;
     segment_changed_.notify_all();
   });
+  // What is wrong with one of these is told when its turn comes.
+  if (!next.empty()) post([open, next = std::move(next)] { open(next); });
   while (!opening->done && !fault_) {
     segment_changed_.wait_for(lock, kWatchInterval);
     watch();

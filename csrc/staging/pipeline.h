@@ -49,7 +49,7 @@ struct PipelineOptions {
   int64_t merge_gap_bytes = 0;
   int num_workers = 1;
   bool advise_hugepages = true;
-  int open_ahead = 0;                       // files that are opened before their turn, while others are being opened
+  int open_ahead = 0;                       // files that are opened before their turn
   std::chrono::milliseconds io_timeout{0};  // 0: none
   DeviceOptions devices;
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
@@ -85,8 +85,8 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Returns the file's index.
-  int32_t add_file(std::string path, const FileIdentity& identity);
+  // Returns the file's index. One that comes opened is among those that are open ahead of their turn.
+  int32_t add_file(std::string path, const FileIdentity& identity, OpenedFile opened = {});
   // The file's probe of direct I/O, once a segment has read from it.
   DirectIo direct_io(int32_t file) const;
 
@@ -148,7 +148,7 @@ class Pipeline {
   bool transform(const Work& work);
 
   // REQUIRE the lock:
-  // Has them opened, and some that may be next, and waits for it, with the lock let go of.
+  // Has them opened, and waits for it, with the lock let go of; and behind them some that may be next.
   Fault ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock);
   void post(std::function<void()> task);    // to the thread of files
   void watch();                             // fails when a question is not answered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import os
 import typing
-__all__: list[str] = ['Batch', 'Ledger', 'Op', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'residency_method', 'resident_bytes', 'simd']
+__all__: list[str] = ['Batch', 'Ledger', 'Op', 'OpenedFile', 'Pipeline', 'ReadPlanner', 'amax', 'can_convert', 'cuda_info', 'e4m3fn_to_e4m3fnuz', 'launch_copy', 'make_cold', 'make_warm', 'marlin_repack', 'measure_reads', 'probe_direct', 'probe_uring', 'quantize', 'quantize_with', 'quantize_with_scales_at', 'requantize_fp8', 'requantize_fp8_at', 'residency_method', 'resident_bytes', 'simd']
 class Op:
     """
     A fused op, bound to its outputs. See csrc/transform/op.h.
@@ -121,6 +121,12 @@ class Ledger:
         """
         Recorded, and overwritten before they were started.
         """
+class OpenedFile:
+    """
+    A file, open for the ways it is read in. See csrc/readers/source_file.h.
+    """
+    def __init__(self, path: os.PathLike | str | bytes) -> None:
+        ...
 class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
@@ -129,8 +135,10 @@ class Pipeline:
         """
         twin_devices: for tests; see csrc/staging/twin_device.h.
         """
-    def add_file(self, path: os.PathLike | str | bytes, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex) -> int:
-        ...
+    def add_file(self, path: os.PathLike | str | bytes, size: typing.SupportsInt | typing.SupportsIndex, device: typing.SupportsInt | typing.SupportsIndex, inode: typing.SupportsInt | typing.SupportsIndex, mtime_ns: typing.SupportsInt | typing.SupportsIndex, opened: OpenedFile | None = None) -> int:
+        """
+        Returns the file's index. `opened`, of that path, is empty afterwards.
+        """
     def cancel(self) -> None:
         ...
     def destinations_in_flight(self) -> list[tuple[int, int]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from . import hub
@@ -14,6 +15,7 @@ from .files import DOWNLOAD_AGAIN, is_folder, list_names
 from .filters import Filter, checked, first_rule
 from .index_file import read_index
 from .names import natural_key
+from .open_ahead import OpenAhead
 from .safetensors_file import read_shard
 from .source import OTHER_FORMATS, TORCH_SUFFIXES, CheckpointSource, choose_files, missing_parts, nothing_found
 from .storage import max_open_files
@@ -27,12 +29,15 @@ CheckpointPath = PathLike | CheckpointSource | Sequence[PathLike | CheckpointSou
 # hundreds of files.
 _MAX_ASKING = 32
 
+_Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 __all__ = ["CheckpointPath", "CheckpointSource", "locate", "read_header"]
 
 
-def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> CheckpointFiles:
+def locate(
+    source: CheckpointPath, *, filters: Sequence[Filter | None] = (), ahead: OpenAhead | None = None
+) -> CheckpointFiles:
     """Finds the files of a checkpoint and reads their headers.
 
     Args:
@@ -44,6 +49,7 @@ def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> 
         filters: each gives the rule by which a tensor of that name is not wanted, or None. With an index, shards of
             which no tensor is wanted are neither opened nor downloaded, and may be absent. A filter sees names with
             the source's prefix.
+        ahead: opens the files that it chooses meanwhile.
 
     With an index, a tensor that several shards hold is taken from the one that the index names. A tensor that the index
     does not name, in a shard that it does, belongs to the checkpoint (as for safetensors and vLLM): indexes go stale,
@@ -51,7 +57,7 @@ def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> 
     Without one, a tensor in two files is an error.
 
     Returns:
-        The shards and their tensors. No file is left open.
+        The shards and their tensors. No file is left open, but by `ahead`.
 
     Raises:
         CheckpointNotFoundError: no such path, no weights there, or shards of the index are missing.
@@ -61,38 +67,44 @@ def locate(source: CheckpointPath, *, filters: Sequence[Filter | None] = ()) -> 
     """
     filters = checked(filters)
     if isinstance(source, CheckpointSource):
-        return _locate_source(source, filters)
+        return _locate_source(source, filters, ahead)
     if isinstance(source, (str, bytes, os.PathLike)):
-        return _locate_source(CheckpointSource(source), filters)
+        return _locate_source(CheckpointSource(source), filters, ahead)
     if not isinstance(source, Iterable):
         raise TypeError(f"expected the path of a checkpoint, or a list of files, found {type(source).__name__}")
     items = list(source)
     paths = [item for item in items if not isinstance(item, CheckpointSource)]
     if len(paths) == len(items):
-        return _locate_source(CheckpointSource(paths), filters)
-    parts = [locate(item, filters=filters) for item in items]
+        return _locate_source(CheckpointSource(paths), filters, ahead)
+    parts = [locate(item, filters=filters, ahead=ahead) for item in items]
     shards = [shard for part in parts for shard in part.shards]
     skipped = {name: rule for part in parts for name, rule in part.skipped.items()}
     return CheckpointFiles(tuple(shards), _merge(entry for part in parts for entry in part.tensors.values()), skipped)
 
 
-def _locate_source(source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
+def _locate_source(
+    source: CheckpointSource, filters: Sequence[Filter | None], ahead: OpenAhead | None
+) -> CheckpointFiles:
     if not isinstance(source.path, (str, bytes, os.PathLike)):
         paths = [os.fsdecode(path) for path in source.path]
         if not paths:
             raise CheckpointNotFoundError("the list of files is empty; name at least one", reason="NoWeights")
-        return _assemble(paths, {}, source, filters)
+        return _assemble(paths, {}, source, filters, ahead)
     path = hub.download(source, filters=filters)
     if is_folder(path):
-        return _locate_folder(path, source, filters)
-    return _locate_index(path, source, filters) if path.endswith(".json") else _assemble([path], {}, source, filters)
+        return _locate_folder(path, source, filters, ahead)
+    if path.endswith(".json"):
+        return _locate_index(path, source, filters, ahead)
+    return _assemble([path], {}, source, filters, ahead)
 
 
-def _locate_folder(folder: str, source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
+def _locate_folder(
+    folder: str, source: CheckpointSource, filters: Sequence[Filter | None], ahead: OpenAhead | None
+) -> CheckpointFiles:
     names = list_names(folder, source.depth)
     index, files = choose_files(names, source, where=folder)
     if index is not None:
-        return _locate_index(os.path.join(folder, index), source, filters)
+        return _locate_index(os.path.join(folder, index), source, filters, ahead)
     if not files:
         shown = [name + "/" if is_folder(os.path.join(folder, name)) else name for name in names]
         raise nothing_found(shown, source, where=folder)
@@ -103,10 +115,12 @@ def _locate_folder(folder: str, source: CheckpointSource, filters: Sequence[Filt
             path=folder,
             reason="ShardsMissing",
         )
-    return _assemble([os.path.join(folder, name) for name in files], {}, source, filters)
+    return _assemble([os.path.join(folder, name) for name in files], {}, source, filters, ahead)
 
 
-def _locate_index(index: str, source: CheckpointSource, filters: Sequence[Filter | None]) -> CheckpointFiles:
+def _locate_index(
+    index: str, source: CheckpointSource, filters: Sequence[Filter | None], ahead: OpenAhead | None
+) -> CheckpointFiles:
     folder = os.path.dirname(index)
     assigned = {source.prefix + name: os.path.join(folder, shard) for name, shard in read_index(index).items()}
     rules = {name: first_rule(filters, name) for name in assigned} if filters else {}
@@ -123,7 +137,7 @@ def _locate_index(index: str, source: CheckpointSource, filters: Sequence[Filter
             path=index,
             reason="ShardsMissing",
         )
-    files = _assemble(paths, assigned, source, filters)
+    files = _assemble(paths, assigned, source, filters, ahead)
     absent = [
         name
         for name, path in assigned.items()
@@ -142,10 +156,14 @@ def _locate_index(index: str, source: CheckpointSource, filters: Sequence[Filter
 
 
 def _assemble(
-    paths: list[str], assigned: dict[str, str], source: CheckpointSource, filters: Sequence[Filter | None]
+    paths: list[str],
+    assigned: dict[str, str],
+    source: CheckpointSource,
+    filters: Sequence[Filter | None],
+    ahead: OpenAhead | None,
 ) -> CheckpointFiles:
     """Reads the shards at `paths`; a tensor that is in `assigned` counts only in the shard of that path."""
-    shards = _read_shards(paths)
+    shards = _read_shards(paths, ahead)
     shards.sort(key=lambda shard: (natural_key(os.path.basename(shard.path)), shard.path))
     skipped: dict[str, str] = {}
     wanted: list[TensorEntry] = []
@@ -182,9 +200,12 @@ def _merge(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _read_shards(paths: list[str]) -> list[Shard]:
+def _read_shards(paths: list[str], ahead: OpenAhead | None) -> list[Shard]:
     """All shards, or one error that tells of each that is at fault."""
-    found = _ask(_header_or_fault, paths)
+    tasks: list[Callable[[], Shard | CheckpointError | None]] = [partial(_header_or_fault, path) for path in paths]
+    if ahead is not None:  # in front, so that they go with the first headers
+        tasks = [*(partial(ahead.open, path) for path in ahead.choose(paths)), *tasks]
+    found = _ask(lambda task: task(), tasks)
     shards = [shard for shard in found if isinstance(shard, Shard)]
     faults = [fault for fault in found if isinstance(fault, CheckpointError)]
     if len(faults) == 1:
@@ -206,22 +227,22 @@ def _header_or_fault(path: str) -> Shard | CheckpointError:
         return fault
 
 
-def _ask(question: Callable[[str], _Answer], paths: list[str]) -> list[_Answer]:
-    """The answer for each path, many asked for at a time."""
-    num_threads = min(len(paths), _MAX_ASKING, max_open_files())
+def _ask(question: Callable[[_Item], _Answer], items: list[_Item]) -> list[_Answer]:
+    """The answer for each item, many asked for at a time."""
+    num_threads = min(len(items), _MAX_ASKING, max_open_files())
     if num_threads < 2:
-        return [question(path) for path in paths]
+        return [question(item) for item in items]
 
     def ask(first: int) -> list[_Answer]:
         # Of thousands of small files on a local disk, a task for each would cost more than its answer.
-        return [question(path) for path in paths[first::num_threads]]
+        return [question(item) for item in items[first::num_threads]]
 
     try:
         with ThreadPoolExecutor(num_threads, "wl-header") as threads:
             parts = list(threads.map(ask, range(num_threads)))
     except RuntimeError:  # no new thread can be had (RLIMIT_NPROC, a control group's pids.max)
-        return [question(path) for path in paths]
-    return [parts[i % num_threads][i // num_threads] for i in range(len(paths))]
+        return [question(item) for item in items]
+    return [parts[i % num_threads][i // num_threads] for i in range(len(items))]
 
 
 def read_header(path: str) -> Shard:

@@ -18,6 +18,7 @@ from .collector import collector_paused
 from .config import LoadConfig, ResolvedConfig, misspelt_variables
 from .entries import CheckpointFiles
 from .memory import allocate_like
+from .open_ahead import OpenAhead
 from .program import Program
 from .progress import ProgressBar
 from .report import LoadReport
@@ -204,14 +205,15 @@ def open_files(
     filters: Sequence[Filter | None],
     config: ResolvedConfig,
     watch: bool,
-    program_of: Callable[[CheckpointFiles, ResolvedConfig], Program] = Program,
+    program_of: Callable[[CheckpointFiles, ResolvedConfig], Program] | None = None,
 ) -> Checkpoint:
     """`open_checkpoint` for those who have settled how to read, or bring a Program of their own."""
     for problem in filter(None, [bad_setting(), *misspelt_variables(os.environ)]):
         warnings.warn(problem, stacklevel=3)
     started = time.perf_counter()
-    files = locate(path, filters=filters)
-    program = program_of(files, config)
+    ahead = OpenAhead(config) if program_of is None else None
+    files = locate(path, filters=filters, ahead=ahead)
+    program = Program(files, config, ahead) if program_of is None else program_of(files, config)
     return Checkpoint(files, program, watch=watch, header_seconds=time.perf_counter() - started)
 
 

@@ -33,6 +33,7 @@ from .values import SMALL_BYTES, SmallValues
 
 if TYPE_CHECKING:
     from .entries import CheckpointFiles, Shard, TensorEntry
+    from .open_ahead import OpenAhead
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -104,7 +105,8 @@ class Program:
     in which calls arrive.
     """
 
-    def __init__(self, files: CheckpointFiles, config: ResolvedConfig) -> None:
+    def __init__(self, files: CheckpointFiles, config: ResolvedConfig, ahead: OpenAhead | None = None) -> None:
+        """`ahead` has opened some of the files."""
         self.files = files
         self.config = config
         self.recording = False
@@ -141,6 +143,7 @@ class Program:
         self._open_files: dict[int, int] = {}  # segment -> how many files are open for it
         self._last_file = -1
         self._hold_until = 0.0
+        self._ahead = ahead  # until the first read
         self._read_ahead: ReadAhead | None = None  # from the first read on
         self._settings: Settings | None = None  # the same
         self._shared: SharedTensors | None = None  # where other processes read along
@@ -598,7 +601,9 @@ class Program:
         try:
             if self._pipeline is None:
                 assert self._read_ahead is not None
-                self._pipeline = make_pipeline(self.config, self.settings, self.files.shards, self._read_ahead.reader)
+                self._pipeline = make_pipeline(
+                    self.config, self.settings, self.files.shards, self._read_ahead.reader, self._ahead
+                )
             segment = self._pipeline.submit(
                 batch,
                 barrier=barrier,
@@ -728,6 +733,8 @@ class Program:
         """Ends threads, closes files, lets go of destinations. What was not run is dropped."""
         if not self.closed:
             self.abort()
+            if self._ahead is not None:
+                self._ahead.close()
             if self._read_ahead is not None:
                 self._read_ahead.close()
             self.closed = True

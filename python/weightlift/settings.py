@@ -11,7 +11,7 @@ from ._logging import logger
 from .available_memory import available_bytes
 from .config import DEFAULT_DEVICE_STAGING_BYTES, DEFAULT_STAGING_BYTES, KiB, MiB, ResolvedConfig
 from .errors import CheckpointError, printable
-from .filesystem import mount_of
+from .filesystem import Mount, mount_of
 from .local_rank import local_rank
 from .report import format_bytes
 from .storage import max_open_files
@@ -43,8 +43,8 @@ NETWORK_CHUNK_BYTES = 8 * MiB
 # Such a wait, one of 32 at a time, costs as much as 250 KiB at 4 GB/s, and 32 KiB at 0.5 GB/s.
 NETWORK_MERGE_GAP_BYTES = 128 * KiB
 
-# Opening a file for both ways to read takes two round trips, and the first of a mount one more, to try. Files are
-# opened eight at a time, so that the load does not wait for each.
+# Opening a file for both ways to read takes two round trips, and the first of a mount one more, to try. Eight are open
+# before their turn, so that the load does not wait for each.
 NETWORK_OPEN_AHEAD = 8
 
 # The destination needs memory too, and most of it: what staging may take of the memory that is available.
@@ -114,9 +114,14 @@ def settle(config: ResolvedConfig, shards: Sequence[Shard]) -> Settings:
         staging_bytes=staging_bytes,
         device_staging_bytes=config.device_staging_bytes or _device_staging_bytes(shards, chunk_bytes),
         merge_gap_bytes=merge_gap_bytes if config.merge_gap_bytes is None else config.merge_gap_bytes,
-        open_ahead=0 if network is None else min(NETWORK_OPEN_AHEAD, max_open_files() // 4),
+        open_ahead=0 if network is None else files_ahead(network),
         notes=tuple(notes),
     )
+
+
+def files_ahead(mount: Mount) -> int:
+    """How many files are opened before their turn."""
+    return min(NETWORK_OPEN_AHEAD, max_open_files() // 4) if mount.is_network else 0
 
 
 def _device_staging_bytes(shards: Sequence[Shard], chunk_bytes: int) -> int:

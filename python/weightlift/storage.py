@@ -18,13 +18,16 @@ from .report import FileReport
 
 if TYPE_CHECKING:
     from .entries import Shard, TensorEntry
+    from .open_ahead import OpenAhead
     from .settings import Settings
 
 MAX_OPEN_FILES = 256  # of the checkpoint; each takes two descriptors
 
 
-def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[Shard], strategy: str) -> _C.Pipeline:
-    """A pipeline for these files. `strategy` is the core's."""
+def make_pipeline(
+    config: ResolvedConfig, settings: Settings, shards: Sequence[Shard], strategy: str, ahead: OpenAhead | None = None
+) -> _C.Pipeline:
+    """A pipeline for these files, with those that `ahead` has opened. `strategy` is the core's."""
     pipeline = _C.Pipeline(
         strategy=strategy,
         page_cache=config.page_cache,
@@ -40,7 +43,9 @@ def make_pipeline(config: ResolvedConfig, settings: Settings, shards: Sequence[S
         device_staging_bytes=settings.device_staging_bytes,
         twin_devices=devices.are_twins,
     )
-    _add_files(pipeline, shards)
+    for shard in shards:
+        opened = None if ahead is None else ahead.take(shard.path)
+        pipeline.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns, opened)
     return pipeline
 
 
@@ -52,13 +57,9 @@ def make_planner(config: ResolvedConfig, settings: Settings, shards: Sequence[Sh
         merge_gap_bytes=settings.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
     )
-    _add_files(planner, shards)
-    return planner
-
-
-def _add_files(reader: _C.Pipeline | _C.ReadPlanner, shards: Sequence[Shard]) -> None:
     for shard in shards:
-        reader.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
+        planner.add_file(shard.path, shard.size, shard.device, shard.inode, shard.mtime_ns)
+    return planner
 
 
 def max_open_files() -> int:

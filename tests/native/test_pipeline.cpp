@@ -974,6 +974,71 @@ TEST_CASE("files are opened ahead of their turn, at most so many, and one that c
   CHECK(pipeline.fault().file == 1);
 }
 
+TEST_CASE("what comes opened is not opened again, and is closed as any other") {
+  const TestFile one(kMiB, 1);
+  const TestFile two(kMiB, 2);
+  std::vector<std::byte> memory(1000);
+  for (const Strategy strategy : {Strategy::kAuto, Strategy::kBuffered}) {
+    const std::string moved = one.path() + ".moved";
+    const int before = count_fds();
+    {
+      Rig rig = make_rig(strategy);
+      rig.options.open_ahead = 1;
+      Pipeline pipeline(rig.options);
+      pipeline.add_file(one.path(), one.identity(), open_both_ways(one.path()));
+      pipeline.add_file(two.path(), two.identity());
+      CHECK(count_fds() == before + (probe_direct(one.path().c_str()).proven ? 2 : 1));
+      std::filesystem::rename(one.path(), moved);
+      CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 1000, memory.data())}, Order::kAppend), kLong));
+      std::filesystem::rename(moved, one.path());
+      CHECK(!pipeline.fault());
+      CHECK(std::memcmp(memory.data(), one.bytes(), 1000) == 0);
+      // The other, ahead of its turn.
+      CHECK(count_fds() == before + (strategy == Strategy::kAuto && two.can_direct() ? 2 : 1));
+    }
+    CHECK(count_fds() == before);
+  }
+}
+
+TEST_CASE("no more files are opened ahead than may be, with those that come opened") {
+  const TestFile one(kMiB, 1);
+  const TestFile two(kMiB, 2);
+  const TestFile three(kMiB, 3);
+  std::vector<std::byte> memory(1000);
+  Rig rig = make_rig(Strategy::kBuffered);
+  rig.options.open_ahead = 1;
+  Pipeline pipeline(rig.options);
+  const int before = count_fds();
+  pipeline.add_file(one.path(), one.identity());
+  pipeline.add_file(two.path(), two.identity());
+  pipeline.add_file(three.path(), three.identity(), open_both_ways(three.path()));
+  const int with_opened = count_fds();
+  CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 1000, memory.data())}, Order::kAppend), kLong));
+  CHECK(count_fds() == with_opened);
+  CHECK(with_opened > before);
+}
+
+TEST_CASE("what came opened, and is another file than the one whose header was parsed, is a fault") {
+  const TestFile one(kMiB, 1);
+  const TestFile two(kMiB, 2);
+  std::vector<std::byte> memory(1000);
+  Pipeline pipeline(make_rig(Strategy::kAuto).options);
+  pipeline.add_file(one.path(), one.identity(), open_both_ways(two.path()));
+  CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 1000, memory.data())}, Order::kAppend), kLong));
+  CHECK(pipeline.fault().kind == FaultKind::kChanged);
+}
+
+TEST_CASE("what could not be opened in advance is told of in its turn") {
+  const TestFile one(kMiB, 1);
+  std::vector<std::byte> memory(1000);
+  const std::string gone = one.path() + ".gone";
+  Pipeline pipeline(make_rig(Strategy::kAuto).options);
+  pipeline.add_file(gone, one.identity(), open_both_ways(gone));
+  CHECK(pipeline.wait(pipeline.submit({contiguous(0, 0, 0, 1000, memory.data())}, Order::kAppend), kLong));
+  CHECK(pipeline.fault().kind == FaultKind::kOpen);
+  CHECK(pipeline.fault().error == ENOENT);
+}
+
 TEST_CASE("the first reads do not wait until every staging buffer is registered") {
   class Registering final : public FaultyReader {
    public:
