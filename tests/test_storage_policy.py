@@ -88,6 +88,7 @@ def test_an_ordinary_machine_needs_no_note(available: Any, on: Any) -> None:
         device_staging_bytes=256 * MiB,
         merge_gap_bytes=16 << 10,
         open_ahead=0,
+        files_at_once=1,
         notes=(),
     )
 
@@ -98,7 +99,7 @@ def test_network_file_systems_get_larger_reads_and_more_of_them(available: Any, 
     on(kind)
     found = settle()
     assert (found.queue_depth, found.chunk_bytes, found.merge_gap_bytes) == (32, 8 * MiB, 128 << 10)
-    assert found.open_ahead == 8
+    assert (found.open_ahead, found.files_at_once) == (8, 8)
     (note,) = found.notes
     assert f"/models is {kind}" in note
 

@@ -177,8 +177,8 @@ using PipelinePtr = std::unique_ptr<Pipeline, DeleteInOwnProcess>;
 
 PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_cache, const std::string& backend,
                           int queue_depth, int num_threads, int64_t chunk_bytes, int64_t staging_bytes,
-                          int64_t merge_gap_bytes, bool advise_hugepages, int open_ahead, double io_timeout_seconds,
-                          int64_t device_staging_bytes, bool twin_devices) {
+                          int64_t merge_gap_bytes, bool advise_hugepages, int open_ahead, int files_at_once,
+                          double io_timeout_seconds, int64_t device_staging_bytes, bool twin_devices) {
   require_chunk(chunk_bytes);
   if (staging_bytes < chunk_bytes) throw std::invalid_argument("staging_bytes must hold a chunk");
   PipelineOptions options;
@@ -190,6 +190,7 @@ PipelinePtr make_pipeline(const std::string& strategy, const std::string& page_c
   options.num_workers = num_threads;
   options.advise_hugepages = advise_hugepages;
   options.open_ahead = open_ahead;
+  options.files_at_once = files_at_once;
   options.io_timeout = to_milliseconds(io_timeout_seconds);
   const ReaderOptions reader_options{to_backend(backend), queue_depth, num_threads};
   options.make_reader = [reader_options](bool direct, std::string* fallback) {
@@ -425,8 +426,8 @@ PYBIND11_MODULE(_C, m) {
                                     py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_pipeline), py::kw_only(), "strategy"_a, "page_cache"_a, "backend"_a, "queue_depth"_a,
            "num_threads"_a, "chunk_bytes"_a, "staging_bytes"_a, "merge_gap_bytes"_a, "advise_hugepages"_a,
-           "open_ahead"_a, "io_timeout_seconds"_a, "device_staging_bytes"_a, "twin_devices"_a = false,
-           "twin_devices: for tests; see csrc/staging/twin_device.h.")
+           "open_ahead"_a, "files_at_once"_a, "io_timeout_seconds"_a, "device_staging_bytes"_a,
+           "twin_devices"_a = false, "twin_devices: for tests; see csrc/staging/twin_device.h.")
       .def(
           "add_file",
           [](Pipeline& pipeline, const fs::path& path, int64_t size, uint64_t device, uint64_t inode, int64_t mtime_ns,

@@ -132,10 +132,7 @@ void Pipeline::Lane::collect_requests() {
 
 bool Pipeline::Lane::take_chunk(bool wait) {
   std::unique_lock lock(pipeline_.mutex_);
-  auto& queue = pipeline_.lane_queues_[direct_];
-  const auto runnable = [&] {
-    if (pipeline_.fault_ || queue.empty()) return false;
-    const Work& work = queue.front();
+  const auto may_begin = [&](const Work& work) {
     const Chunk& chunk = pipeline_.chunk_of(work);
     if (chunk.staging_bytes > 0) {
       const BufferRing& ring = *pipeline_.ring_;
@@ -146,12 +143,20 @@ bool Pipeline::Lane::take_chunk(bool wait) {
     return chunk.preparation < 0 || ready_at.empty() ||
            ready_at[static_cast<size_t>(chunk.preparation)] <= pipeline_.prepared_;
   };
-  if (wait) pipeline_.lane_changed_.wait(lock, [&] { return pipeline_.stopping_ || runnable(); });
-  if (!runnable()) return false;
-
   auto active = std::make_unique<ActiveChunk>();
-  active->work = queue.front();
-  queue.pop_front();
+  const auto take = [&] {
+    if (pipeline_.fault_) return false;
+    const std::optional<Work> taken = pipeline_.lane_queues_[direct_].take(may_begin);
+    if (taken) active->work = *taken;
+    return taken.has_value();
+  };
+  if (wait) {
+    bool taken = false;
+    pipeline_.lane_changed_.wait(lock, [&] { return pipeline_.stopping_ || (taken = take()); });
+    if (!taken) return false;
+  } else if (!take()) {
+    return false;
+  }
   const Chunk& chunk = pipeline_.chunk_of(active->work);
   bool is_new = false;
   if (chunk.staging_bytes > 0) {

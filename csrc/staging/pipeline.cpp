@@ -19,7 +19,9 @@ constexpr std::chrono::milliseconds kWatchInterval{100};
 
 }  // namespace
 
-Pipeline::Pipeline(PipelineOptions options) : options_(std::move(options)) {
+Pipeline::Pipeline(PipelineOptions options)
+    : options_(std::move(options)),
+      lane_queues_{FileTurns<Work>(options_.files_at_once), FileTurns<Work>(options_.files_at_once)} {
   const int64_t num_buffers = std::max<int64_t>(1, options_.staging_bytes / options_.chunk_bytes);
   ring_ = std::make_unique<BufferRing>(options_.chunk_bytes, static_cast<int>(num_buffers));
   devices_ = std::make_unique<Devices>(
@@ -255,16 +257,17 @@ void Pipeline::start(Segment& segment) {
   if (!urgent) {
     for (ByteRange memory : segment.plan.preparations) segment.preparation_done.push_back(preparer_->queue(memory));
   }
-  std::array<std::vector<Work>, 2> work;
+  std::array<std::vector<Work>, 2> ahead;
   for (size_t i = 0; i < segment.plan.chunks.size(); ++i) {
     const Chunk& chunk = segment.plan.chunks[i];
-    work[chunk.direct].push_back({&segment, static_cast<int32_t>(i), {}, chunk.num_reads, chunk.direct});
+    const Work work{&segment, static_cast<int32_t>(i), {}, chunk.num_reads, chunk.direct};
+    if (urgent) {
+      ahead[chunk.direct].push_back(work);
+    } else {
+      lane_queues_[chunk.direct].push_back(segment.plan.reads[static_cast<size_t>(chunk.first_read)].file, work);
+    }
   }
-  for (size_t direct : {0, 1}) {
-    if (work[direct].empty()) continue;
-    auto& queue = lane_queues_[direct];
-    queue.insert(urgent ? queue.begin() : queue.end(), work[direct].begin(), work[direct].end());
-  }
+  for (size_t direct : {0, 1}) lane_queues_[direct].push_front(ahead[direct]);
   lane_changed_.notify_all();
   land_if_complete(segment);
 }

@@ -35,6 +35,7 @@
 #include "readers/source_file.h"
 #include "staging/buffer_ring.h"
 #include "staging/devices.h"
+#include "staging/file_turns.h"
 #include "staging/pages.h"
 #include "util/fault.h"
 #include "util/silence.h"
@@ -50,6 +51,7 @@ struct PipelineOptions {
   int num_workers = 1;
   bool advise_hugepages = true;
   int open_ahead = 0;                       // files that are opened before their turn
+  int files_at_once = 1;                    // whose chunks take turns
   std::chrono::milliseconds io_timeout{0};  // 0: none
   DeviceOptions devices;
   // Makes the Reader of a lane, on the lane's own thread; `fallback` takes a sentence when it is not the best one.
@@ -184,7 +186,7 @@ class Pipeline {
 
   std::unique_ptr<BufferRing> ring_;
   std::unique_ptr<Devices> devices_;
-  std::array<std::deque<Work>, 2> lane_queues_;  // [direct]
+  std::array<FileTurns<Work>, 2> lane_queues_;  // [direct]
   std::deque<Work> ready_;
   std::deque<std::function<void()>> file_tasks_;
   // What a lane, or the thread of files, is asking the system. Who waits for a segment looks whether it is answered.

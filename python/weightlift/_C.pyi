@@ -131,7 +131,7 @@ class Pipeline:
     """
     Runs batches of transfers: reads, copies, converts. See csrc/staging/pipeline.h.
     """
-    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, open_ahead: typing.SupportsInt | typing.SupportsIndex, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex, device_staging_bytes: typing.SupportsInt | typing.SupportsIndex, twin_devices: bool = False) -> None:
+    def __init__(self, *, strategy: str, page_cache: str, backend: str, queue_depth: typing.SupportsInt | typing.SupportsIndex, num_threads: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, staging_bytes: typing.SupportsInt | typing.SupportsIndex, merge_gap_bytes: typing.SupportsInt | typing.SupportsIndex, advise_hugepages: bool, open_ahead: typing.SupportsInt | typing.SupportsIndex, files_at_once: typing.SupportsInt | typing.SupportsIndex, io_timeout_seconds: typing.SupportsFloat | typing.SupportsIndex, device_staging_bytes: typing.SupportsInt | typing.SupportsIndex, twin_devices: bool = False) -> None:
         """
         twin_devices: for tests; see csrc/staging/twin_device.h.
         """

@@ -39,6 +39,7 @@ def make_pipeline(
         merge_gap_bytes=settings.merge_gap_bytes,
         advise_hugepages=config.advise_hugepages,
         open_ahead=settings.open_ahead,
+        files_at_once=settings.files_at_once,
         io_timeout_seconds=config.io_timeout_seconds,
         device_staging_bytes=settings.device_staging_bytes,
         twin_devices=devices.are_twins,

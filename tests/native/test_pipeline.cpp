@@ -672,6 +672,64 @@ TEST_CASE("an urgent segment overtakes what has not started") {
   CHECK(pipeline.wait(behind, kLong));
 }
 
+TEST_CASE("files take turns, the first that came; in order where there is one at a time; what is urgent comes first") {
+  const auto order = [](int files_at_once) {
+    FileTurns<std::string> turns(files_at_once);
+    for (const char* item : {"a1", "a2", "a3", "a4", "b1", "b2", "c1", "a5"}) turns.push_back(item[0], item);
+    std::string taken;
+    const auto take = [&](const auto& may_be_taken) {
+      const auto item = turns.take(may_be_taken);
+      taken += item.value_or("none") + " ";
+    };
+    const auto any = [](const std::string&) { return true; };
+    take(any);
+    turns.push_front({"x1", "x2"});
+    take([](const std::string& item) { return item[0] == 'a'; });  // not past what is urgent
+    take(any);
+    take(any);
+    take([](const std::string& item) { return item[0] != 'b'; });
+    while (taken.size() < 36) take(any);
+    return taken;
+  };
+  CHECK(order(1) == "a1 none x1 x2 a2 a3 a4 b1 b2 c1 a5 none ");
+  CHECK(order(2) == "a1 none x1 x2 a2 b1 a3 b2 c1 a4 a5 none ");
+  CHECK(order(3) == "a1 none x1 x2 c1 a2 b1 a3 b2 a4 a5 none ");
+}
+
+TEST_CASE("several files at once are read in turns, and give their bytes") {
+  constexpr int64_t kBytes = 10 * kChunk;
+  std::vector<std::unique_ptr<TestFile>> files;
+  for (uint64_t seed = 0; seed < 4; ++seed) files.push_back(std::make_unique<TestFile>(kBytes, seed + 1));
+  for (const Strategy strategy : {Strategy::kAuto, Strategy::kBuffered}) {
+    std::vector<std::byte> memory(4 * kBytes);
+    FaultPlan plan;
+    plan.out_of_order = true;
+    plan.max_delay = 5;
+    Rig rig = make_rig(strategy, plan, 2);
+    rig.options.files_at_once = 2;
+    rig.control->permits = 0;
+    Pipeline pipeline(rig.options);
+    for (const auto& file : files) pipeline.add_file(file->path(), file->identity());
+    int64_t last = -1;
+    for (int32_t file = 0; file < 4; ++file) {
+      last = pipeline.submit({contiguous(file, file, 0, kBytes, memory.data() + file * kBytes)}, Order::kAppend);
+    }
+    rig.control->permits = 8;
+    rig.control->settle();
+    const PipelineStats stats = pipeline.stats();
+    CHECK(stats.files[0].direct_bytes + stats.files[0].buffered_bytes < 8 * kChunk);
+    CHECK(stats.files[1].direct_bytes + stats.files[1].buffered_bytes > 0);
+    CHECK(stats.files[2].direct_bytes + stats.files[2].buffered_bytes == 0);
+    rig.control->permits = INT64_MAX;
+    CHECK(pipeline.wait(last, kLong));
+    CHECK(!pipeline.fault());
+    for (size_t file = 0; file < 4; ++file) {
+      CHECK(pipeline.wait(static_cast<int64_t>(file), kLong));
+      CHECK(std::memcmp(memory.data() + file * kBytes, files[file]->bytes(), kBytes) == 0);
+    }
+  }
+}
+
 TEST_CASE("cancel fails what has not landed, at once, and starts nothing more") {
   const TestFile file(4 * kMiB);
   std::vector<std::byte> memory(2 * kMiB);
