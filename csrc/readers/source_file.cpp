@@ -162,6 +162,7 @@ void SourceFile::close() {
   for (const ByteRange range : std::exchange(absent_, {})) {
     ::posix_fadvise(buffered_.get(), range.begin, range.size(), POSIX_FADV_DONTNEED);
   }
+  opened_ = {};
   residency_.reset();
   direct_.reset();
   buffered_.reset();

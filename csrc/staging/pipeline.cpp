@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <iterator>
 #include <span>
 #include <utility>
 
@@ -100,21 +101,27 @@ SourceFile& Pipeline::source_file(int32_t file) const {
   return *files_[static_cast<size_t>(file)];
 }
 
-Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock) {
+Fault Pipeline::ask_to_open(std::vector<int32_t> files, Order order, std::unique_lock<std::mutex>& lock) {
   struct Opening {  // shared, since nobody may be waiting for it any more
     Fault fault;
     bool done = false;
   };
   auto opening = std::make_shared<Opening>();
-  // Those that are never used stay open until the end, so that there are never more.
   std::erase_if(ahead_, [&](int32_t file) { return std::ranges::count(files, file) > 0; });
   std::vector<int32_t> next;
-  const auto num_files = static_cast<int32_t>(files_.size());
-  const auto max_ahead = static_cast<size_t>(options_.open_ahead);
-  for (int32_t file = files.back() + 1; file < num_files && ahead_.size() < max_ahead; ++file) {
-    if (file_users_[static_cast<size_t>(file)] > 0 || std::ranges::count(ahead_, file) > 0) continue;
-    ahead_.push_back(file);
-    next.push_back(file);
+  std::vector<int32_t> passed;
+  if (order != Order::kUrgent) {
+    // Loads go in the order of the files: those before will hardly be asked for (other ranks' layers), and keep no
+    // room.
+    std::ranges::copy_if(ahead_, std::back_inserter(passed), [&](int32_t file) { return file < files.front(); });
+    std::erase_if(ahead_, [&](int32_t file) { return file < files.front(); });
+    const auto num_files = static_cast<int32_t>(files_.size());
+    const auto max_ahead = static_cast<size_t>(options_.open_ahead);
+    for (int32_t file = files.back() + 1; file < num_files && ahead_.size() < max_ahead; ++file) {
+      if (file_users_[static_cast<size_t>(file)] > 0 || std::ranges::count(ahead_, file) > 0) continue;
+      ahead_.push_back(file);
+      next.push_back(file);
+    }
   }
   const auto open = [this](const std::vector<int32_t>& asked) {
     return open_files(asked, options_.strategy, options_.page_cache, probes_,
@@ -127,8 +134,12 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mu
     opening->done = true;
     segment_changed_.notify_all();
   });
-  // What is wrong with one of these is told when its turn comes.
-  if (!next.empty()) post([open, next = std::move(next)] { open(next); });
+  if (!next.empty() || !passed.empty()) {
+    post([this, open, next = std::move(next), passed = std::move(passed)] {
+      for (int32_t file : passed) ask_about(file).close();
+      open(next);  // what is wrong with one of these is told when its turn comes
+    });
+  }
   while (!opening->done && !fault_) {
     segment_changed_.wait_for(lock, kWatchInterval);
     watch();
@@ -155,7 +166,7 @@ int64_t Pipeline::submit(std::vector<Transfer> transfers, Order order, const Dev
     if (file_users_[static_cast<size_t>(file)]++ == 0) closed.push_back(file);
   }
   if (!closed.empty()) {
-    if (Fault fault = ask_to_open(std::move(closed), lock)) {
+    if (Fault fault = ask_to_open(std::move(closed), order, lock)) {
       name_transfer(fault, transfers);
       fail(std::move(fault));
     }

@@ -150,8 +150,9 @@ class Pipeline {
   bool transform(const Work& work);
 
   // REQUIRE the lock:
-  // Has them opened, and waits for it, with the lock let go of; and behind them some that may be next.
-  Fault ask_to_open(std::vector<int32_t> files, std::unique_lock<std::mutex>& lock);
+  // Has them opened, and waits for it, with the lock let go of; and behind them, unless they are urgent, some that may
+  // be next.
+  Fault ask_to_open(std::vector<int32_t> files, Order order, std::unique_lock<std::mutex>& lock);
   void post(std::function<void()> task);    // to the thread of files
   void watch();                             // fails when a question is not answered
   void start_threads(const Plan& plan);     // those that it needs and that do not run yet

@@ -1076,6 +1076,32 @@ TEST_CASE("no more files are opened ahead than may be, with those that come open
   CHECK(with_opened > before);
 }
 
+TEST_CASE("files that were passed over are closed, and make room; not for what is urgent") {
+  std::vector<std::unique_ptr<TestFile>> files;
+  std::vector<std::byte> memory(1000);
+  Rig rig = make_rig(Strategy::kBuffered);
+  rig.options.open_ahead = 2;
+  Pipeline pipeline(rig.options);
+  for (uint64_t seed = 0; seed < 7; ++seed) files.push_back(std::make_unique<TestFile>(kMiB, seed + 1));
+  const int before = count_fds();
+  for (size_t i = 0; i < files.size(); ++i) {
+    pipeline.add_file(files[i]->path(), files[i]->identity(), i < 2 ? open_both_ways(files[i]->path()) : OpenedFile{});
+  }
+  const int opened = count_fds() - before;
+  const auto read = [&](int32_t file, Order order) {
+    CHECK(pipeline.wait(pipeline.submit({contiguous(file, file, 0, 1000, memory.data())}, order), kLong));
+    CHECK(!pipeline.fault());
+    CHECK(std::memcmp(memory.data(), files[static_cast<size_t>(file)]->bytes(), 1000) == 0);
+  };
+  read(6, Order::kUrgent);
+  CHECK(count_fds() == before + opened + 1);  // it lingers
+  read(3, Order::kAppend);
+  CHECK(count_fds() == before + 1 + 2);  // the two that follow
+  read(0, Order::kAppend);
+  read(4, Order::kAppend);
+  CHECK(count_fds() == before + 1 + 1);
+}
+
 TEST_CASE("what came opened, and is another file than the one whose header was parsed, is a fault") {
   const TestFile one(kMiB, 1);
   const TestFile two(kMiB, 2);
