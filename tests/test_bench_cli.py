@@ -8,10 +8,12 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.compare import Part, verdicts
 from benchmarks.storage import figures_of
@@ -20,7 +22,7 @@ from weightlift.cli import main
 from weightlift.config import LoadConfig, MiB
 from weightlift.cost import LoadCosts
 from weightlift.filesystem import Mount
-from weightlift.storage_bench import default_point, points
+from weightlift.storage_bench import default_point, measure_storage, points
 from weightlift.storage_figures import Figure, Point, StorageFigures
 
 Output = pytest.CaptureFixture[str]
@@ -73,6 +75,24 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, capsys: Output)
         if f["cached"] is not None:
             assert f["verified"] == (f["cached"] <= 0.01 if f["state"] == "cold" else f["cached"] >= 0.99)
     assert LoadCosts.from_bench(str(document)).fresh_bytes_per_second == found["costs"]["fresh_bytes_per_second"]
+
+
+def test_what_a_load_takes_beyond_its_reads_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Point("pread", False, "cold", MiB, DEFAULT_POINT.queue_depth)
+    monkeypatch.setattr(storage_bench, "points", lambda default, *, quick: [point])
+    file = tmp_path / "file"
+    file.write_bytes(bytes(MiB))
+    least = measure_storage(str(file), quick=True, rounds=1).start_seconds
+    read_all = storage_bench.read_all
+
+    def read_slowly(*arguments: Any) -> dict[str, torch.Tensor]:
+        time.sleep(0.5)
+        return read_all(*arguments)
+
+    monkeypatch.setattr(storage_bench, "read_all", read_slowly)
+    found = measure_storage(str(file), quick=True, rounds=1)
+    assert found.start_seconds >= max(0.4, least)
+    assert found.costs.start_seconds == found.start_seconds
 
 
 @pytest.mark.usefixtures("_few_points")

@@ -229,6 +229,7 @@ def test_plan_adds_up_what_a_cold_load_would_read(tmp_path: Path, write_checkpoi
     assert whole.estimate(costs).read == pytest.approx(8 * 2e-2, rel=0.1)
     assert rank.estimate(costs).read == pytest.approx(whole.estimate(costs).read / 4, rel=0.1)
     assert whole.estimate(costs).memory >= 16 * MiB / 4e9
+    assert whole.estimate(costs).start == 0.02
     assert whole.estimate(costs).header == whole.report.seconds["header"] > 0
     assert whole.estimate(costs).record == whole.report.seconds["record"] > 0
 
