@@ -262,7 +262,8 @@ def main() -> None:
             print(f"{way}: " + ", ".join(f"{size / 1024:g} KiB {1e6 * seconds:.1f} us" for size, seconds in pairs))
         print(
             f"copies {costs.copy_bytes_per_second / 1e9:.2f} GB/s, "
-            f"fresh memory {costs.fresh_bytes_per_second / 1e9:.2f} GB/s, start {1e3 * costs.start_seconds:.0f} ms"
+            f"fresh memory {costs.fresh_bytes_per_second / 1e9:.2f} GB/s; "
+            f"start {1e3 * costs.start_seconds:.0f} ms, slowdown {costs.slowdown:.2f}"
         )
         rows = rows_of(wanted, costs, options.rounds)
     lines = [_HEADINGS, *(row.cells for row in rows)]

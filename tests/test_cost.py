@@ -33,6 +33,7 @@ COSTS: dict[str, Any] = {
     "copy_bytes_per_second": 8e9,
     "fresh_bytes_per_second": 4e9,
     "start_seconds": 0.02,
+    "slowdown": 1,
 }
 
 
@@ -90,6 +91,12 @@ def test_each_way_to_read_has_its_own_costs(tmp_path: Path) -> None:
     assert costs.seconds_of_reads(sizes) == pytest.approx(0.15)  # what is cached is not read from storage
     assert costs.seconds_of_memory(8_000_000_000, 8_000_000_000) == pytest.approx(2)
     assert costs.seconds_of_memory(4_000_000_000, 24_000_000_000) == pytest.approx(3)
+
+
+def test_reads_and_memory_take_longer_in_a_load(tmp_path: Path) -> None:
+    costs = costs_of(tmp_path, {"costs": {**COSTS, "slowdown": 1.5}})
+    assert costs.seconds_of_reads([reads(2 * MiB, 5)]) == pytest.approx(0.075)
+    assert costs.seconds_of_memory(8_000_000_000, 0) == pytest.approx(3)
 
 
 def test_a_way_that_was_not_measured_costs_what_the_other_does(tmp_path: Path) -> None:
@@ -167,6 +174,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         changed(fresh_bytes_per_second=math.nan),
         changed(fresh_bytes_per_second=None),
         changed(start_seconds=-1),
+        changed(slowdown=0),
         changed(start_seconds=math.nan),
         {"costs": {name: value for name, value in COSTS.items() if name != "start_seconds"}},
     ],

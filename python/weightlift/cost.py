@@ -3,8 +3,7 @@
     seconds = header + start + max(record, hold + max(read, memory))
 
 header  The files are found and parsed.
-start   Files are opened, threads started, queues filled, and in the end emptied: measured as what a small load took
-        beyond the rest of the formula.
+start   Files are opened, threads started, queues filled, and in the end emptied.
 record  The weight loaders run and the reads are planned; for this and the header counts the time that planning of the
         same load took.
 hold    For so long reading waits for recording to end, so that coverage is proven first.
@@ -14,8 +13,10 @@ memory  One thread makes the destination's pages ready, while others copy what w
         of the page cache. Fused ops count as copies: they run at 0.6 to 1.5 times memcpy's speed
         (benchmarks/README.md).
 
-Where threads are busy at the same time, the one that takes longest counts. Left out is what the strategies
-prefetch and eager read beyond the load's own reads, and what other processes ask of the same storage meanwhile.
+In a load, reads and memory take longer than alone, since they share the processors: both are multiplied by a slowdown.
+That and start are measured, so that the formula is right for a small load and a large one. Of what is busy at the same
+time, what takes longest counts. Left out is what the strategies prefetch and eager read beyond the load's own reads,
+and what other processes ask of the same storage meanwhile.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ class LoadCosts:
         copy_bytes_per_second: out of the page cache or staging, by the threads of a load.
         fresh_bytes_per_second: at which memory comes that was not touched before.
         start_seconds: what each load takes besides.
+        slowdown: how many times as long reads and memory take in a load.
     """
 
     read_seconds: dict[Literal["direct", "buffered"], tuple[tuple[float, float], ...]]
     copy_bytes_per_second: float
     fresh_bytes_per_second: float
     start_seconds: float = 0.0
+    slowdown: float = 1.0
 
     @classmethod
     def of_bandwidth(cls, bytes_per_second: float) -> LoadCosts:
@@ -145,6 +148,7 @@ class LoadCosts:
             copy_bytes_per_second=_positive(found["copy_bytes_per_second"]),
             fresh_bytes_per_second=_positive(found["fresh_bytes_per_second"]),
             start_seconds=0.0 if found["start_seconds"] == 0 else _positive(found["start_seconds"]),
+            slowdown=_positive(found["slowdown"]),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +160,7 @@ class LoadCosts:
         Raises:
             ValueError: there are some, and none were measured.
         """
-        return sum(
+        return self.slowdown * sum(
             size.num_reads * _between(self._of(size.way), size.bytes / size.num_reads)
             for size in sizes
             if size.way != "cached"
@@ -164,7 +168,7 @@ class LoadCosts:
 
     def seconds_of_memory(self, fresh_bytes: int, copied_bytes: int) -> float:
         """Of so many bytes of a destination that was not touched before, and of so many that are copied there."""
-        return max(fresh_bytes / self.fresh_bytes_per_second, copied_bytes / self.copy_bytes_per_second)
+        return self.slowdown * max(fresh_bytes / self.fresh_bytes_per_second, copied_bytes / self.copy_bytes_per_second)
 
     def _of(self, way: Literal["direct", "buffered"]) -> tuple[tuple[float, float], ...]:
         """The other way's where this one was not measured: nothing is better known."""

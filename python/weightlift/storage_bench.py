@@ -25,9 +25,9 @@ from .config import GiB, KiB, LoadConfig, MiB
 from .cost import LoadCosts
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .filesystem import Mount, mount_of
-from .loading import Checkpoint, read_all, record_all
+from .loading import Checkpoint
 from .machine import machine, storage_of
-from .plan import PlanningProgram, plan_of
+from .plan import PlanningProgram, plan_of, record_slices
 from .program import Program
 from .report import format_bytes
 from .settings import CHUNK_BYTES, MAX_THREADS, NETWORK_CHUNK_BYTES, NETWORK_QUEUE_DEPTH, QUEUE_DEPTH
@@ -41,7 +41,8 @@ _ROUNDS = 3
 _QUICK_SECONDS = 20.0
 _WRITE_BYTES = 4 * MiB
 _FRESH_BYTES = 256 * MiB
-_LOADED_BYTES = 64 * MiB
+_SMALL_LOAD_BYTES, _LARGE_LOAD_BYTES, _TENSOR_BYTES = 64 * MiB, 512 * MiB, 2 * MiB
+_MAX_SLOWDOWN = 4.0  # more is none of the loads'
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
@@ -148,7 +149,7 @@ def measure_storage(
         found = StorageFigures(
             path, num_bytes, machine(), storage_of(file), default, figures, statistics.median(fresh), notes
         )
-        found.start_seconds = _start_seconds(file, found.costs)
+        found.start_seconds, found.slowdown = _beyond_reads(file, num_bytes, found.costs)
         return found
 
 
@@ -227,33 +228,49 @@ def _seconds_of_fresh_memory() -> float:
         return time.perf_counter() - started
 
 
-def _start_seconds(file: str, costs: LoadCosts) -> float:
-    """What cold loads of the first 64 MiB of a file take beyond what is estimated of them."""
+def _beyond_reads(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
+    """`start_seconds` and `slowdown` of LoadCosts, by a small cold load and a large one."""
+    sizes = [min(num_bytes, size) for size in (_SMALL_LOAD_BYTES, _LARGE_LOAD_BYTES)]
+    found: list[tuple[float, float]] = []
+    try:
+        _measured_and_estimated(file, sizes[0], costs)  # the first one imports
+        for size in sizes:
+            pairs = [_measured_and_estimated(file, size, costs) for _ in range(_ROUNDS)]
+            found.append((statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)))
+    except ValueError:  # nothing was read cold
+        return 0.0, 1.0
+    (small, small_estimate), (large, large_estimate) = found
+    slowdown = 1.0
+    if sizes[1] > 2 * sizes[0]:
+        slowdown = min(max(1.0, (large - small) / (large_estimate - small_estimate)), _MAX_SLOWDOWN)
+    return max(0.0, small - slowdown * small_estimate), slowdown
+
+
+def _measured_and_estimated(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
+    """Seconds of a cold load of a file's first bytes, as tensors of 2 MiB; and what is estimated of its reads.
+
+    Raises:
+        ValueError: as `LoadPlan.estimate`.
+    """
     found = os.stat(file)
-    num_bytes = min(found.st_size, _LOADED_BYTES)
     shard = Shard(file, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, 0, None, ())
-    entry = TensorEntry("bytes", torch.uint8, (num_bytes,), 0, num_bytes, shard)
-    shard.tensors = (entry,)
-    files = CheckpointFiles((shard,), {entry.name: entry})
+    sizes = {at: min(_TENSOR_BYTES, num_bytes - at) for at in range(0, num_bytes, _TENSOR_BYTES)}
+    shard.tensors = tuple(TensorEntry(str(at), torch.uint8, (size,), at, size, shard) for at, size in sizes.items())
+    files = CheckpointFiles((shard,), {entry.name: entry for entry in shard.tensors})
     config = LoadConfig().resolve()
-    beyond = []
-    for _ in range(1 + _ROUNDS):  # the first one imports, and is left out
-        _C.make_cold(file, num_bytes)
-        program = PlanningProgram(files, config)
-        with Checkpoint(files, program, watch=False, header_seconds=0.0) as checkpoint:
-            program.memory.add(record_all(checkpoint, torch.device("cpu"), reserve=True)["bytes"].nbytes)
-            checkpoint.run()
-            plan = plan_of(checkpoint)
-        try:
-            estimate = plan.estimate(costs)
-        except ValueError:  # nothing was read cold
-            return 0.0
-        started = time.perf_counter()
-        with Checkpoint(files, Program(files, config), watch=False, header_seconds=0.0) as checkpoint:
-            tensors = read_all(checkpoint, torch.device("cpu"))
-        beyond.append(time.perf_counter() - started - estimate.total)
-        del tensors
-    return max(0.0, statistics.median(beyond[1:]))
+    _C.make_cold(file, num_bytes)
+    planning = PlanningProgram(files, config)
+    with Checkpoint(files, planning, watch=False, header_seconds=0.0) as checkpoint:
+        tensors = record_slices(checkpoint, (), planning.reserved.empty)
+        planning.memory.add(num_bytes)
+        checkpoint.run()
+        estimate = plan_of(checkpoint).estimate(costs)
+    started = time.perf_counter()
+    with Checkpoint(files, Program(files, config), watch=False, header_seconds=0.0) as checkpoint:
+        tensors = record_slices(checkpoint, (), torch.empty)
+    seconds = time.perf_counter() - started
+    del tensors
+    return seconds, max(estimate.read, estimate.memory)
 
 
 def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class StorageFigures:
     Attributes:
         default: how a load reads there what is not in the page cache, if nothing is set.
         fresh_bytes_per_second: at which one thread gets memory, in huge pages, that was not touched before.
-        start_seconds: what a small cold load took beyond what its reads cost; 0 where nothing can be read cold.
+        start_seconds, slowdown: of LoadCosts; 0 and 1 where nothing can be read cold.
     """
 
     path: str
@@ -108,6 +108,7 @@ class StorageFigures:
     fresh_bytes_per_second: float
     notes: list[str]
     start_seconds: float = 0.0
+    slowdown: float = 1.0
 
     def of(self, state: State, *readers: ReaderName, random: bool = False) -> list[Figure]:
         """The figures of these readers into huge pages, fastest first, but for those found in another state.
@@ -167,6 +168,7 @@ class StorageFigures:
             copy_bytes_per_second=max([self.fresh_bytes_per_second, *warm]),
             fresh_bytes_per_second=self.fresh_bytes_per_second,
             start_seconds=self.start_seconds,
+            slowdown=self.slowdown,
         )
 
     def _read_seconds(self, way: Literal["direct", "buffered"]) -> tuple[tuple[float, float], ...]:
