@@ -48,7 +48,7 @@ NETWORK_MERGE_GAP_BYTES = 128 * KiB
 NETWORK_OPEN_AHEAD = 8
 
 # Each file may lie on one server of several (Lustre), or come as one stream (buckets): in order, one of them would work
-# at a time. The benchmark's `lustre` in slow motion, 2 GiB in 5 files: 11.6 s in order, 7.3 s in turns.
+# at a time. benchmarks/README.md has what that gives.
 NETWORK_FILES_AT_ONCE = 8
 
 # The destination needs memory too, and most of it: what staging may take of the memory that is available.
