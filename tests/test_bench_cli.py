@@ -95,6 +95,25 @@ def test_what_a_load_takes_beyond_its_reads_is_measured(tmp_path: Path, monkeypa
     assert found.costs.start_seconds == found.start_seconds
 
 
+@pytest.mark.parametrize(("per_read", "wanted"), [(1e-3, [64, 512]), (0.1, [10, 40]), (9.0, [2, 8])])
+def test_a_small_and_a_large_load_say_what_loads_take_beyond_their_reads(
+    monkeypatch: pytest.MonkeyPatch, per_read: float, wanted: list[int]
+) -> None:
+    costs = LoadCosts({"direct": ((2 * MiB, per_read),), "buffered": ()}, 1e9, 1e9)
+    asked = []
+
+    def load(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
+        asked.append(num_bytes // MiB)
+        estimate = num_bytes / 2e9
+        return 0.25 + 1.5 * estimate, estimate
+
+    monkeypatch.setattr(storage_bench, "_measured_and_estimated", load)
+    assert storage_bench._beyond_reads("file", 1 << 30, costs) == pytest.approx((0.25, 1.5))
+    assert sorted(set(asked)) == wanted  # slow storage is asked for less
+    # Two loads of about one size tell no slope.
+    assert storage_bench._beyond_reads("file", 2 * MiB, costs) == pytest.approx((0.25 + 0.5 * 2 * MiB / 2e9, 1.0))
+
+
 @pytest.mark.usefixtures("_few_points")
 def test_a_file_is_only_read(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "model.safetensors"

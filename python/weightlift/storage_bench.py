@@ -22,7 +22,7 @@ import torch
 
 from . import _C
 from .config import GiB, KiB, LoadConfig, MiB
-from .cost import LoadCosts
+from .cost import LoadCosts, ReadSize
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .filesystem import Mount, mount_of
 from .loading import Checkpoint
@@ -42,6 +42,7 @@ _QUICK_SECONDS = 20.0
 _WRITE_BYTES = 4 * MiB
 _FRESH_BYTES = 256 * MiB
 _SMALL_LOAD_BYTES, _LARGE_LOAD_BYTES, _TENSOR_BYTES = 64 * MiB, 512 * MiB, 2 * MiB
+_LOAD_SECONDS = 2.0  # of the large one, on slow storage
 _MAX_SLOWDOWN = 4.0  # more is none of the loads'
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
@@ -230,9 +231,11 @@ def _seconds_of_fresh_memory() -> float:
 
 def _beyond_reads(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
     """`start_seconds` and `slowdown` of LoadCosts, by a small cold load and a large one."""
-    sizes = [min(num_bytes, size) for size in (_SMALL_LOAD_BYTES, _LARGE_LOAD_BYTES)]
     found: list[tuple[float, float]] = []
     try:
+        seconds = costs.seconds_of_reads([ReadSize(_TENSOR_BYTES, 1, _TENSOR_BYTES, "direct")])
+        most = max(4, int(_LOAD_SECONDS / seconds)) * _TENSOR_BYTES
+        sizes = [min(num_bytes, _SMALL_LOAD_BYTES, most // 4), min(num_bytes, _LARGE_LOAD_BYTES, most)]
         _measured_and_estimated(file, sizes[0], costs)  # the first one imports
         for size in sizes:
             pairs = [_measured_and_estimated(file, size, costs) for _ in range(_ROUNDS)]
