@@ -291,7 +291,10 @@ class FilePlanner {
   // a chunk at which it has `least` bytes from `begin` on. Bytes that another transfer needs too end it, since they go
   // through staging, where both can take them.
   int64_t run_end(const Span& span, int64_t begin, int64_t least) {
-    if (run_.begin <= begin && begin < run_.end && (run_is_whole_ || run_.end - begin >= least)) return run_.end;
+    // Whatever begins inside of a run is part of it.
+    if (run_.begin <= span.begin && span.begin < run_.end && (run_is_whole_ || run_.end - begin >= least)) {
+      return run_.end;
+    }
     const int64_t limit = align_up(std::max(span.end, begin + least), options_.chunk_bytes);
     int64_t end = span.end;
     run_is_whole_ = true;
@@ -308,8 +311,11 @@ class FilePlanner {
       }
       end = spans_[i].end;
     }
-    if (!rest_.empty()) end = std::min(end, rest_.top().begin);
-    run_ = {begin, end};
+    if (!rest_.empty() && rest_.top().begin <= end) {
+      run_is_whole_ = true;
+      end = rest_.top().begin;
+    }
+    run_ = {span.begin, end};
     return end;
   }
 

@@ -835,6 +835,21 @@ TEST_CASE("very many tiny destinations that lie as in the file are planned in a 
   check_structure(plan_reads(std::move(transfers), setting.options()), setting);
 }
 
+TEST_CASE("tiny destinations are planned in a moment where another transfer needs their bytes too") {
+  const Memory memory(64 * kMiB);
+  auto* const base = memory.data() + (-reinterpret_cast<int64_t>(memory.data()) & (kPrepareStep - 1));
+  constexpr int64_t kRow = 16;
+  constexpr int64_t kRows = 300'000;
+  for (const ReadMode& mode : {ReadMode{}, direct_mode(4096, 4096)}) {
+    Setting setting = always(mode);
+    setting.chunk_bytes = 2 * kMiB;
+    setting.can_prepare = [](ByteRange) { return true; };
+    std::vector<Transfer> transfers = {contiguous(0, 0, kRows * kRow, base + 32 * kMiB)};
+    for (int64_t i = 0; i < kRows; ++i) transfers.push_back(contiguous(i + 1, i * kRow, kRow, base + i * kRow));
+    check_structure(plan_reads(std::move(transfers), setting.options()), setting);
+  }
+}
+
 TEST_CASE("a sparse destination that begins on a page of a dense one is not taken for a part of it") {
   const Memory memory(256 * kMiB);
   Setting setting = always(direct_mode(512, 512));
