@@ -50,8 +50,9 @@ OpenedFile open_both_ways(const std::string& path) {
   }
   UniqueFd direct;
   DirectIo direct_io = probe_direct(path.c_str(), &direct);
-  // Somebody who reads the header meanwhile may have brought in what was tried: it proves nothing then.
-  if (direct_io.proven || !direct_io.usable) {
+  // Else it is tried again: somebody who reads the header meanwhile may have brought in what was tried, and a refusal
+  // may have been want of descriptors.
+  if (direct_io.proven) {
     opened.direct = std::move(direct);
     opened.direct_io = std::move(direct_io);
   }
@@ -62,6 +63,7 @@ OpenedFile open_both_ways(const std::string& path) {
 Fault SourceFile::open(Strategy strategy, PageCache page_cache, DirectProbes& probes) {
   if (buffered_) return {};
   OpenedFile opened = std::exchange(opened_, {});
+  if (opened.buffered && compare(opened.buffered.get())) opened = {};  // replaced before its header was read
   UniqueFd fd = opened.buffered ? std::move(opened.buffered) : UniqueFd(open_retrying(path_, 0));
   if (!fd) return {FaultKind::kOpen, errno, index_};
   if (Fault fault = compare(fd.get())) return fault;

@@ -49,7 +49,7 @@ OpenedFile open_both_ways(const std::string& path);
 
 class SourceFile {
  public:
-  // `opened`: of this path. What is open on another file by then is a fault as if it had been opened later.
+  // `opened`: of this path. What is open on another file than `identity` is opened anew.
   SourceFile(int32_t index, std::string path, const FileIdentity& identity, OpenedFile opened = {})
       : index_(index), path_(std::move(path)), identity_(identity), opened_(std::move(opened)) {}
 

@@ -111,14 +111,18 @@ Fault Pipeline::ask_to_open(std::vector<int32_t> files, Order order, std::unique
   std::vector<int32_t> next;
   std::vector<int32_t> passed;
   if (order != Order::kUrgent) {
-    // Loads go in the order of the files: those before will hardly be asked for (other ranks' layers), and keep no
-    // room.
-    std::ranges::copy_if(ahead_, std::back_inserter(passed), [&](int32_t file) { return file < files.front(); });
-    std::erase_if(ahead_, [&](int32_t file) { return file < files.front(); });
     const auto num_files = static_cast<int32_t>(files_.size());
     const auto max_ahead = static_cast<size_t>(options_.open_ahead);
-    for (int32_t file = files.back() + 1; file < num_files && ahead_.size() < max_ahead; ++file) {
+    for (int32_t file = files.back() + 1; file < num_files; ++file) {
       if (file_users_[static_cast<size_t>(file)] > 0 || std::ranges::count(ahead_, file) > 0) continue;
+      if (ahead_.size() >= max_ahead) {
+        // Loads go in the order of the files: those before will hardly be asked for (other ranks' layers), and make
+        // room.
+        const auto before = std::ranges::find_if(ahead_, [&](int32_t other) { return other < files.front(); });
+        if (before == ahead_.end()) break;
+        passed.push_back(*before);
+        ahead_.erase(before);
+      }
       ahead_.push_back(file);
       next.push_back(file);
     }

@@ -28,6 +28,7 @@ from .watch import keep_doors, watching
 if TYPE_CHECKING:
     from .checkpoint import CheckpointPath as CheckpointPath
     from .filters import Filter
+    from .reserved import ReservedMemory
 
 
 class Checkpoint(Mapping[str, CheckpointTensor]):
@@ -212,8 +213,13 @@ def open_files(
         warnings.warn(problem, stacklevel=3)
     started = time.perf_counter()
     ahead = OpenAhead(config) if program_of is None else None
-    files = locate(path, filters=filters, ahead=ahead)
-    program = Program(files, config, ahead) if program_of is None else program_of(files, config)
+    try:
+        files = locate(path, filters=filters, ahead=ahead)
+        program = Program(files, config, ahead) if program_of is None else program_of(files, config)
+    except BaseException:
+        if ahead is not None:
+            ahead.close()  # the traceback keeps this frame
+        raise
     return Checkpoint(files, program, watch=watch, header_seconds=time.perf_counter() - started)
 
 
@@ -256,10 +262,12 @@ def read_all(checkpoint: Checkpoint, device: torch.device, *, progress: bool = F
     return tensors
 
 
-def record_all(checkpoint: Checkpoint, device: torch.device, *, reserve: bool = False) -> dict[str, torch.Tensor]:
+def record_all(
+    checkpoint: Checkpoint, device: torch.device, *, reserved: ReservedMemory | None = None
+) -> dict[str, torch.Tensor]:
     """Allocates every tensor of a checkpoint, as `allocate_like`, and records the copies into them."""
     with collector_paused():
-        tensors = allocate_like(checkpoint.files, device, reserve=reserve)
+        tensors = allocate_like(checkpoint.files, device, reserved=reserved)
         for name, tensor in tensors.items():
             checkpoint._program.record_whole(tensor, name)
     return tensors
