@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from .config import MiB
 from .entries import CheckpointFiles, Shard, TensorEntry
 from .report import format_bytes
 from .tensor import contiguous_strides, empty, strides_of
+
+if TYPE_CHECKING:
+    from .reserved import ReservedMemory
 
 # Direct reads need file offset and address to agree modulo this; no device asks for more.
 _ALIGNMENT = 4096
@@ -21,7 +25,9 @@ MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
 _MIN_MAPPED_BYTES = 4 * MiB
 
 
-def allocate_like(files: CheckpointFiles, device: torch.device, *, reserve: bool = False) -> dict[str, torch.Tensor]:
+def allocate_like(
+    files: CheckpointFiles, device: torch.device, *, reserved: ReservedMemory | None = None
+) -> dict[str, torch.Tensor]:
     """An uninitialised tensor for every tensor of a checkpoint, with its strides, in the order of the files.
 
     On the CPU, those of a large shard lie in one mapping as they lie in the file, each address as far from a multiple
@@ -29,7 +35,7 @@ def allocate_like(files: CheckpointFiles, device: torch.device, *, reserve: bool
     Tensors that are the same bytes of a file share memory; those that overlap otherwise do not.
 
     Args:
-        reserve: the mappings may be larger than the memory that there is: to plan with, as `reserved` has more of it.
+        reserved: where tensors on the CPU shall come from that nobody is going to fill.
 
     Raises:
         MemoryError: there is no room for such a mapping.
@@ -38,7 +44,7 @@ def allocate_like(files: CheckpointFiles, device: torch.device, *, reserve: bool
     wanted = {id(entry) for entry in files.tensors.values()}
     tensors = {}
     for shard in files.shards:
-        mapping, base = _map_like(shard, reserve) if device.type == "cpu" else (None, 0)
+        mapping, base = _map_like(shard, reserved is not None) if device.type == "cpu" else (None, 0)
         mapped_end = 0
         same_bytes: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         for entry in shard.tensors:
@@ -52,7 +58,11 @@ def allocate_like(files: CheckpointFiles, device: torch.device, *, reserve: bool
                 tensor.set_(twin.untyped_storage(), twin.storage_offset(), entry.shape, strides)
             # torch wants elements at multiples of their size, which a file need not give.
             elif mapping is None or entry.nbytes == 0 or address % entry.dtype.itemsize or entry.offset < mapped_end:
-                tensor = torch.empty_strided(entry.shape, strides, dtype=entry.dtype, device=device)
+                tensor = (
+                    torch.empty_strided(entry.shape, strides, dtype=entry.dtype, device=device)
+                    if reserved is None
+                    else reserved.empty(entry.shape, dtype=entry.dtype, strides=strides)
+                )
             else:
                 memory = (ctypes.c_uint8 * entry.nbytes).from_buffer(mapping, address - _address_of(mapping))
                 tensor = torch.frombuffer(memory, dtype=entry.dtype).as_strided(entry.shape, strides)

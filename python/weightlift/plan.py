@@ -684,7 +684,7 @@ def plan_checkpoint(
         state = (
             record_slices(checkpoint, slices, program.reserved.empty)
             if slices
-            else record_all(checkpoint, torch.device("cpu"), reserve=True)
+            else record_all(checkpoint, torch.device("cpu"), reserved=program.reserved)
         )
         for tensor in state.values():
             program.memory.add(tensor.nbytes)

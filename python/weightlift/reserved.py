@@ -99,9 +99,10 @@ class ReservedMemory:
             self._next = 0
             begin = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
             self._spans.append((begin, begin + size))
-        offset = -(-self._next // _ALIGNMENT) * _ALIGNMENT
+        # Malloc's marks lie between blocks: neighbours must not look like one run of memory.
+        offset = (self._next // _ALIGNMENT + 1) * _ALIGNMENT
         if num_bytes >= _LARGE_BYTES:
-            offset = -(-self._next // _PAGE) * _PAGE + behind_page
+            offset = (self._next // _PAGE + 1) * _PAGE + behind_page
         self._next = offset + num_bytes
         return self._mapping, offset
 

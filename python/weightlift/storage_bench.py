@@ -150,7 +150,10 @@ def measure_storage(
         found = StorageFigures(
             path, num_bytes, machine(), storage_of(file), default, figures, statistics.median(fresh), notes
         )
-        found.start_seconds, found.slowdown = _beyond_reads(file, num_bytes, found.costs)
+        try:
+            found.start_seconds, found.slowdown = _beyond_reads(file, num_bytes, found.costs)
+        except (ValueError, RuntimeError, OSError, MemoryError) as error:
+            found.notes.append(f"what a load takes beyond its reads is not known: {error}")
         return found
 
 
@@ -230,18 +233,19 @@ def _seconds_of_fresh_memory() -> float:
 
 
 def _beyond_reads(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
-    """`start_seconds` and `slowdown` of LoadCosts, by a small cold load and a large one."""
+    """`start_seconds` and `slowdown` of LoadCosts, by a small cold load and a large one.
+
+    Raises:
+        ValueError: nothing was read cold; or, like CheckpointReadError and MemoryError, a load failed.
+    """
     found: list[tuple[float, float]] = []
-    try:
-        seconds = costs.seconds_of_reads([ReadSize(_TENSOR_BYTES, 1, _TENSOR_BYTES, "direct")])
-        most = max(4, int(_LOAD_SECONDS / seconds)) * _TENSOR_BYTES
-        sizes = [min(num_bytes, _SMALL_LOAD_BYTES, most // 4), min(num_bytes, _LARGE_LOAD_BYTES, most)]
-        _measured_and_estimated(file, sizes[0], costs)  # the first one imports
-        for size in sizes:
-            pairs = [_measured_and_estimated(file, size, costs) for _ in range(_ROUNDS)]
-            found.append((statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)))
-    except ValueError:  # nothing was read cold
-        return 0.0, 1.0
+    seconds = costs.seconds_of_reads([ReadSize(_TENSOR_BYTES, 1, _TENSOR_BYTES, "direct")])
+    most = max(4, int(_LOAD_SECONDS / seconds)) * _TENSOR_BYTES
+    sizes = [min(num_bytes, _SMALL_LOAD_BYTES, most // 4), min(num_bytes, _LARGE_LOAD_BYTES, most)]
+    _measured_and_estimated(file, sizes[0], costs)  # the first one imports
+    for size in sizes:
+        pairs = [_measured_and_estimated(file, size, costs) for _ in range(_ROUNDS)]
+        found.append((statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)))
     (small, small_estimate), (large, large_estimate) = found
     slowdown = 1.0
     if sizes[1] > 2 * sizes[0]:
