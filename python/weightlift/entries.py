@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +52,11 @@ class Shard:
     data_offset: int
     metadata: dict[str, str] | None
     tensors: tuple[TensorEntry, ...] = field(repr=False)
+
+    @classmethod
+    def of_file(cls, path: str, status: os.stat_result) -> Shard:
+        """One whose header is yet to be read."""
+        return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns, 0, None, ())
 
 
 @dataclass(slots=True, eq=False)

@@ -106,16 +106,7 @@ def read_shard(path: str | os.PathLike[str]) -> Shard:
     """
     path = os.fsdecode(path)
     fd, status = open_regular(path)
-    shard = Shard(
-        path=path,
-        size=status.st_size,
-        device=status.st_dev,
-        inode=status.st_ino,
-        mtime_ns=status.st_mtime_ns,
-        data_offset=0,
-        metadata=None,
-        tensors=(),
-    )
+    shard = Shard.of_file(path, status)
     try:
         # Reading ahead brings in tensors that are read past the page cache, and leaves marks on pages, upon which reads
         # by other descriptors read ahead too.

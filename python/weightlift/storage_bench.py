@@ -238,15 +238,10 @@ def _beyond_reads(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, f
     Raises:
         ValueError: nothing was read cold; or, like CheckpointReadError and MemoryError, a load failed.
     """
-    found: list[tuple[float, float]] = []
     seconds = costs.seconds_of_reads([ReadSize(_TENSOR_BYTES, 1, _TENSOR_BYTES, "direct")])
     most = max(4, int(_LOAD_SECONDS / seconds)) * _TENSOR_BYTES
     sizes = [min(num_bytes, _SMALL_LOAD_BYTES, most // 4), min(num_bytes, _LARGE_LOAD_BYTES, most)]
-    _measured_and_estimated(file, sizes[0], costs)  # the first one imports
-    for size in sizes:
-        pairs = [_measured_and_estimated(file, size, costs) for _ in range(_ROUNDS)]
-        found.append((statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)))
-    (small, small_estimate), (large, large_estimate) = found
+    (small, small_estimate), (large, large_estimate) = (_measured_and_estimated(file, size, costs) for size in sizes)
     slowdown = 1.0
     if sizes[1] > 2 * sizes[0]:
         slowdown = min(max(1.0, (large - small) / (large_estimate - small_estimate)), _MAX_SLOWDOWN)
@@ -254,30 +249,32 @@ def _beyond_reads(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, f
 
 
 def _measured_and_estimated(file: str, num_bytes: int, costs: LoadCosts) -> tuple[float, float]:
-    """Seconds of a cold load of a file's first bytes, as tensors of 2 MiB; and what is estimated of its reads.
+    """Seconds of cold loads of a file's first bytes, as tensors of 2 MiB, the median; and what is estimated of reads.
 
     Raises:
         ValueError: as `LoadPlan.estimate`.
     """
-    found = os.stat(file)
-    shard = Shard(file, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, 0, None, ())
+    shard = Shard.of_file(file, os.stat(file))
     sizes = {at: min(_TENSOR_BYTES, num_bytes - at) for at in range(0, num_bytes, _TENSOR_BYTES)}
     shard.tensors = tuple(TensorEntry(str(at), torch.uint8, (size,), at, size, shard) for at, size in sizes.items())
     files = CheckpointFiles((shard,), {entry.name: entry for entry in shard.tensors})
     config = LoadConfig().resolve()
     _C.make_cold(file, num_bytes)
-    planning = PlanningProgram(files, config)
+    planning = PlanningProgram(files, config)  # which also imports what a first load would
     with Checkpoint(files, planning, watch=False, header_seconds=0.0) as checkpoint:
         tensors = record_slices(checkpoint, (), planning.reserved.empty)
         planning.memory.add(num_bytes)
         checkpoint.run()
         estimate = plan_of(checkpoint).estimate(costs)
-    started = time.perf_counter()
-    with Checkpoint(files, Program(files, config), watch=False, header_seconds=0.0) as checkpoint:
-        tensors = record_slices(checkpoint, (), torch.empty)
-    seconds = time.perf_counter() - started
-    del tensors
-    return seconds, max(estimate.read, estimate.memory)
+    samples = []
+    for _ in range(_ROUNDS):
+        _C.make_cold(file, num_bytes)
+        started = time.perf_counter()
+        with Checkpoint(files, Program(files, config), watch=False, header_seconds=0.0) as checkpoint:
+            tensors = record_slices(checkpoint, (), torch.empty)
+        samples.append(time.perf_counter() - started)
+        del tensors
+    return statistics.median(samples), max(estimate.read, estimate.memory)
 
 
 def _run_fio(file: str, point: Point, num_bytes: int, seconds: float) -> dict[str, Any]:

@@ -86,16 +86,8 @@ def read_torch_shard(path: str | os.PathLike[str]) -> Shard:
             _refuse_other_format(path, start, status.st_size)
     finally:
         os.close(fd)
-    shard = Shard(
-        path=path,
-        size=status.st_size,
-        device=status.st_dev,
-        inode=status.st_ino,
-        mtime_ns=status.st_mtime_ns,
-        data_offset=status.st_size,
-        metadata={},
-        tensors=(),
-    )
+    shard = Shard.of_file(path, status)
+    shard.metadata = {}
     tensors = _state_dict(content, path)
     entries = sorted((_entry(shard, *item) for item in tensors.items()), key=attrgetter("offset", "nbytes"))
     shard.data_offset = min((entry.offset for entry in entries), default=status.st_size)
